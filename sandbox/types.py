@@ -415,9 +415,30 @@ class Result:
         return encoded if binary else {**encoded, "files": to_base64(self.files)}
 
     @classmethod
-    def decode(cls, raw: Mapping[str, Any]) -> Result:
+    def decode(cls, raw: Mapping[str, Any]) -> Self:
         """Invert `encode`. Unknown keys are ignored, so that an older client can read the results of a newer server."""
         return dataclass_codec.decode(cls, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """What a session has after a cell: its states, and the head, from which the next cell runs."""
+
+    head: Annotated[int, "number of the state from which the next cell runs"] = 0
+    states: Annotated[tuple[int, ...], "numbers of the states that are kept"] = (0,)
+    committed: Annotated[
+        bool,
+        "whether the cell made a new state, the head. If not, its process ended before its code; variables and files "
+        "are those from before the cell",
+    ] = True
+    lost: Annotated[tuple[str, ...], "what the cell left behind that is not kept: threads and processes"] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult(Result):
+    """The result of one cell of a session."""
+
+    session: Annotated[SessionState, "the session after the cell"] = SessionState()
 
 
 @dataclass(frozen=True, slots=True)

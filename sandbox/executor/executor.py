@@ -326,6 +326,8 @@ class Executor:
             case {"op": "cell", "id": str(session_id)}:
                 for pool in self.pools:
                     if (session := pool.sessions.get(session_id)) is not None:
+                        if (state := call.spec.session.get("state", session.head)) not in session.states:
+                            raise NodeError(f"state {state} is no longer kept")
                         free = pool.slots.free_reserved if reserved else pool.slots.free_short
                         return (pool, session) if free > 0 and pool.slots.free else None
                 raise NodeError("the session has ended")

@@ -58,8 +58,8 @@ class Session(Zygote):
 
     def start_cell(self, attempt: Attempt) -> None:
         self.cells += 1
-        state = attempt.call.spec.session.get("state")
-        self.start_call(attempt, {"state": self.head if state is None else state, "cell": self.cells})
+        self.head = attempt.call.spec.session.get("state", self.head)  # also if the cell makes no new state
+        self.start_call(attempt, {"state": self.head, "cell": self.cells})
 
     def read_state(self, ended: Header) -> EncodedSession:
         """Read from the frame `ended` of a cell which states there are now. Return the field `session` of its result.

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import socket
 import subprocess
 from dataclasses import replace
@@ -494,7 +495,7 @@ def _mapped_and_private_bytes(pid: int) -> tuple[int, int]:
     `ProtocolError`."""
     try:
         with open(f"/proc/{pid}/statm") as statm:
-            mapped, resident, shared = map(int, statm.read().split()[:3])  # in pages of 4096 bytes
-            return mapped * 4096, (resident - shared) * 4096
+            mapped, resident, shared = map(int, statm.read().split()[:3])  # in pages
+            return mapped * resource.getpagesize(), (resident - shared) * resource.getpagesize()
     except OSError as error:
         raise ProtocolError(f"zygote process {pid} cannot be read: {error}") from None

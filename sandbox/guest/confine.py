@@ -5,7 +5,7 @@ one ordered list of system calls for each call. The zygote's `ForkBatch` execute
 level `none` in Python. At level `landlock`, `finish` takes the last steps, because they need more than system calls.
 
     step                                          levels                      why here
-    1  dup2 of output, report, input              all                         later failures are written to the report
+    1  dup3 of output, report, input              all                         later failures are written to the report
     2  write to cgroup.procs                      all, unless clone3 is used  pages copied from here on are charged
     3  landlock_restrict_self                     landlock                    needs the slot's ruleset descriptor
     4  open /dev/null as input                    all, without input          open file flags are shared across forks
@@ -50,6 +50,7 @@ _CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 _CLONE_NEWNET = 0x40000000
 _CLONE_INTO_CGROUP = 0x200000000
+_AT_FDCWD = -100
 _CLONE_ARGS_BYTES = 88
 """Size of struct clone_args (clone3(2)). All its fields have 8 bytes."""
 _CLONE_ARG_CHILD_TID = 2
@@ -161,7 +162,10 @@ class Confinement:
         """
         if slot in self.cgroup_dir_fds:
             return step(system_calls.CLONE3, data + 8 * _CLONE_WORD, _CLONE_ARGS_BYTES)
-        return step(system_calls.CLONE, self._clone_flags | self._exit_signal, 0, 0, self.tid_address)
+        # The address for the child's thread id is the fourth argument on x86_64 and the fifth on aarch64. The other one
+        # is the thread area, which the kernel ignores without CLONE_SETTLS.
+        tid = self.tid_address
+        return step(system_calls.CLONE, self._clone_flags | self._exit_signal, 0, 0, tid, tid)
 
     def syscall_steps(
         self, slot: int, call: dict, fds: list[tuple[int, int]], directory_fd: int, time: int, data: int
@@ -179,7 +183,7 @@ class Confinement:
             *self.fork_step(data, slot),
         ]
         for fd, number in fds:
-            steps += step(system_calls.DUP2, fd, number)
+            steps += step(system_calls.DUP3, fd, number)
         if slot not in self.cgroup_dir_fds:
             for fd in self.cgroup_procs_fds.get(slot, ()):
                 steps += step(system_calls.WRITE, fd, self._zero, 1)
@@ -236,7 +240,8 @@ class Confinement:
         calls = system_calls
         home = self._address((plan["scratch_mount"] or "").encode())
         self._zero = self._address(b"0")
-        self._empty_input = step(calls.CLOSE, 0) + step(calls.OPEN, self._address(b"/dev/null"), os.O_RDONLY)
+        null_path = self._address(b"/dev/null")
+        self._empty_input = step(calls.CLOSE, 0) + step(calls.OPENAT, _AT_FDCWD, null_path, os.O_RDONLY)
         signals = self._address(bytes(128))  # an empty sigset_t of the C library, larger than the kernel's
         self._signals = step(calls.SIGPROCMASK, signal.SIG_SETMASK, signals, 0, calls.SIGSET_BYTES)
         if self.landlock is None:

@@ -77,7 +77,7 @@ class State:
 class Cell:
     """A cell, from its fork to its result."""
 
-    def __init__(self, call: dict, origin: State, process: State, fds: list[int]) -> None:
+    def __init__(self, call: dict, origin: State, process: State, fds: list[int], started: float) -> None:
         self.run_id: int = call["run_id"]
         self.output_limit_bytes: int = call["output_bytes"]
         self.files_limit_bytes: int = call["return_bytes"]
@@ -85,7 +85,7 @@ class Cell:
         self.process = process
         self.fds = fds  # stdout, stderr, report and perhaps the returned files
         self.pidfd = os.pidfd_open(process.pid)
-        self.started = time.monotonic()
+        self.started = started
         self.report: dict[str, Any] = {}  # what the process sent when its code had ended
         self.status: int | None = None  # wait status, once the process has ended
         self.peak_kb = 0
@@ -175,12 +175,14 @@ class Keeper:
         sizes += [call["return_bytes"]] if call["returns_files"] else []
         inputs: list[int] = []
         outputs: list[int] = []
+        started = time.monotonic()
         try:
             inputs.append(output_files.input_file(record))
             stdin = body[code_size : code_size + stdin_size]
             inputs.append(output_files.input_file(stdin) if stdin_size else os.open(os.devnull, os.O_RDONLY))
             outputs += map(output_files.bounded_file, sizes)
-            cell = self.cell = Cell(call, state, self._fork(state, b"cell", [*inputs, *outputs]), outputs)
+            process = self._fork(state, b"cell", [*inputs, *outputs])
+            cell = self.cell = Cell(call, state, process, outputs, started)
         except BaseException:
             for fd in outputs:
                 os.close(fd)
@@ -214,8 +216,7 @@ class Keeper:
             self.poll.unregister(cell.process.channel)
             if data:
                 os.kill(cell.process.pid, signal.SIGKILL)
-            else:  # the code has closed the channel, and may go on
-                cell.lost.append("the session's descriptor, which the code has closed")
+            # Otherwise the process has ended, or its code has closed the channel and may go on until its end.
 
     def _end_cell(self, cell: Cell) -> None:
         """Commit a cell, or kill what is left of it and restore the files. Send the result."""
@@ -231,7 +232,7 @@ class Keeper:
         if cell.report and not stdout_cut and not stderr_cut:
             state = self._commit(cell)
         if state is None:
-            self._kill_from(cell.process.pid, cell, frozenset())
+            self._kill_from(cell.process.pid, cell)
             cell.process.channel.close()
             self.current = None
             self._show_files_of(cell.origin)
@@ -270,7 +271,7 @@ class Keeper:
                 process = self._fork(cell.process, b"state", [])
             except (OSError, StateFailed):
                 return None
-        if self._kill_from(cell.process.pid, cell, frozenset([process.pid])):
+        if self._kill_from(cell.process.pid, cell, process.pid):
             cell.lost.append("processes")
         if process is not cell.process:
             cell.process.channel.close()
@@ -317,28 +318,30 @@ class Keeper:
             ours.close()
             raise
 
-    def _kill_from(self, first: int, cell: Cell, kept: frozenset[int]) -> bool:
-        """Kill the process of a cell and all processes that were started since, except `kept`, and wait for the end of
-        the cell's process unless it is kept. Return whether other processes were killed.
+    def _kill_from(self, first: int, cell: Cell, kept: int = 0) -> bool:
+        """Kill the process of a cell, whose pid is `first`, and all processes that were started since, except `kept`.
+        Return whether there were others than the process of the cell.
 
         A jail has no /proc that lists processes. The kernel assigns pids in turn, so the id of a new thread is above
         all of them. If it is below `first`, the numbers have begun again, and all numbers are tried.
         """
-        is_killed = False
+        if first != kept:  # its threads have ids too, so wait for their end
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(first, signal.SIGKILL)
+                os.waitid(os.P_PIDFD, cell.pidfd, os.WEXITED | os.WNOWAIT)
+        was_any_alive = False
         for _ in range(_MAX_KILL_PASSES):
-            last = _new_thread_id()
-            is_any_alive = False
-            spared = {1, *kept, *(state.pid for state in self.states.values())}
-            for pid in range(first if last > first else 2, max(last, first + 1)):
-                if pid in spared:
-                    continue
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    is_any_alive = True
-                    is_killed |= pid != first
             self._reap()
-            if not is_any_alive and (cell.status is not None or first in kept):
-                return is_killed
+            last = _new_thread_id()
+            spared = {1, first, kept, *(state.pid for state in self.states.values())}
+            is_any_alive = False
+            for pid in range(first if last > first else 2, max(last, first)):
+                if pid not in spared:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                        is_any_alive = was_any_alive = True
+            if not is_any_alive:
+                return was_any_alive
         raise StateFailed(f"processes of a cell are left after {_MAX_KILL_PASSES} tries to kill them")
 
     def _reap(self) -> None:

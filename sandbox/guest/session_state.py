@@ -45,7 +45,7 @@ def fork(tid_address: int, flags: int = 0) -> int:
     """Fork this process without the interpreter's handlers. Return the pid, 0 in the child, or the negative error
     number."""
     flags |= CLONE_CHILD_SETTID | signal.SIGCHLD
-    return system_calls.invoke(*step(system_calls.CLONE, flags, 0, 0, tid_address))
+    return system_calls.invoke(*step(system_calls.CLONE, flags, 0, 0, tid_address, tid_address))
 
 
 def start(channel_fd: int, own_fd: int, steps: list, tid_address: int, options_json: bytes) -> None:

@@ -311,18 +311,22 @@ class Dispatcher:
     def place_session(self) -> ExecutorHandle:
         """Return the executor for a new session: the one with the most free places. Raises `Overloaded` if there is
         none, and `NodeError` if no executor has sessions."""
-        ready = [executor for executor in self.executors if executor.is_ready and executor.ready_report]
-        free = {e: e.ready_report.sessions - self.sessions.count(e.number) for e in ready if e.ready_report}
-        if ready and not any(e.ready_report.sessions for e in ready if e.ready_report):
+        reports = {e: e.ready_report for e in self.executors if e.is_ready and e.ready_report is not None}
+        if not reports:
+            raise Overloaded("no executor is ready yet; try again in 1 s", retry_after_s=1)
+        if not any(report.sessions for report in reports.values()):
             raise NodeError(
                 "this server has no sessions: they need isolation level namespaces or nsjail, and the setting sessions "
                 "above 0"
             )
-        best = max(free, key=free.__getitem__, default=None)
-        if best is None or free[best] <= 0:
+        free = {
+            executor: report.sessions - self.sessions.count(executor.number) for executor, report in reports.items()
+        }
+        best = max(free, key=free.__getitem__)
+        if free[best] <= 0:
             raise Overloaded(
-                f"all {len(self.sessions)} places for sessions are in use; close sessions, or start the server with a "
-                "larger --sessions",
+                f"all places for sessions are in use, and {len(self.sessions)} sessions are open; close some, or start "
+                "the server with a larger --sessions",
                 retry_after_s=1,
             )
         return best
@@ -413,7 +417,7 @@ class Dispatcher:
                 finished += 1
                 self._count(call, result, now)
                 if call.session is not None and "session" in result:
-                    call.session.update(result["session"])
+                    call.session.update(result["session"], now)
         self.call_table.answer_rate.count(finished, now)
         self._schedule_dispatch()
         self._check_idle()

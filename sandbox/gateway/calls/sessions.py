@@ -44,8 +44,8 @@ class Session:
     """Number of the state from which the next cell runs."""
     states: list[int] = field(default_factory=lambda: [0])
     """Numbers of the states that are kept."""
-    cells: int = 0
-    """Number of cells that have ended."""
+    cells: int = -1
+    """Number of cells that have ended. The first call of a session opens it."""
     call: PendingCall | None = None
     """The last call: the cell that runs, if it is unfinished."""
 
@@ -53,9 +53,10 @@ class Session:
     def is_running(self) -> bool:
         return self.call is not None and self.call.call is not None
 
-    def update(self, state: EncodedSession) -> None:
-        """Take over what the result of a cell says about the session."""
-        self.head, self.states = state["head"], list(state["states"])
+    def update(self, state: EncodedSession, now: float) -> None:
+        """Take over what the result of its last call says about the session."""
+        self.head, self.states, self.used_at = state["head"], list(state["states"]), now
+        self.cells += 1
 
     def expires_at(self) -> float:
         """Return the monotonic time at which the session ends if it gets no further cell."""

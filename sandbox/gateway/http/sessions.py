@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -23,7 +22,15 @@ from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.codec import JSON, MSGPACK_STREAM, NDJSON, Json
 from sandbox.gateway.http.errors import HttpError
 from sandbox.gateway.http.exchange import BATCH_TYPES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
-from sandbox.gateway.http.openapi import Route, Schema, call_schema, input_schema, reference, response_schema
+from sandbox.gateway.http.openapi import (
+    Route,
+    Schema,
+    call_schema,
+    input_schema,
+    list_of,
+    reference,
+    response_schema,
+)
 from sandbox.gateway.http.validation import (
     BatchHead,
     CallsForm,
@@ -33,7 +40,17 @@ from sandbox.gateway.http.validation import (
     check_items,
     check_profile_and_tenant,
 )
-from sandbox.types import CALL_FIELDS, CellResult, EncodedCall, Profile, Status, UnavailableReason, check_call
+from sandbox.types import (
+    CALL_FIELDS,
+    LIMIT_FIELDS,
+    CellResult,
+    EncodedCall,
+    Profile,
+    SessionState,
+    Status,
+    UnavailableReason,
+    check_call,
+)
 
 KEEP_STATES_RULE = NumberRule(1, 64, doc="number of states that are kept, the head included", default=2)
 IDLE_RULE = NumberRule(1, 86_400, doc="seconds without a cell after which the session ends", default=600, whole=False)
@@ -59,6 +76,7 @@ CELL_FIELDS: dict[str, str] = {
     "state": STATE_RULE.doc,
     "if_state": "the number that the head must have; otherwise the cell does not run (HTTP status 409)",
 }
+ROLLBACK_FIELDS = {"state": "number of a state that is kept; the next cell runs from it"}
 CELLS_FIELDS = {"cells": "cells, each with `session`, of different sessions; results are in the same order"}
 
 
@@ -76,6 +94,15 @@ class SessionForm(CallsForm):
             call["profile"] = [*self.config.profiles, *(own.name for own in self.config.own_profiles)][-1]
         yield BatchHead(1, self.config.queue_timeout_s, extra=times)
         yield CheckedCall(0, {**call, "session": {"op": "open", "keep_states": int(keep_states)}}, "")
+
+
+class RollbackForm(CallsForm):
+    """The body of POST /v1/sessions/ID/rollback. It has no calls."""
+
+    def check(self, raw: Json) -> Iterator[Item]:
+        check_fields(raw, ROLLBACK_FIELDS, "rollback", "state")
+        state = check_number(raw.get("state"), "rollback.state", STATE_RULE)
+        yield BatchHead(0, self.config.queue_timeout_s, extra=int(state))
 
 
 class CellForm(CallsForm):
@@ -131,9 +158,8 @@ def _find(request: web.Request, session_id: str) -> Session:
     raise HttpError(404, f"there is no session {session_id!r:.80}; POST /v1/sessions opens one")
 
 
-def _check_state(session: Session, call: EncodedCall) -> None:
-    """Raises `HttpError` 409 or 410 if a cell cannot run now."""
-    wanted = call["session"]
+def _check_state(session: Session, wanted: Mapping[str, Any]) -> None:
+    """Raises `HttpError` 409 or 410 if a cell with these `state` and `if_state` cannot run now."""
     if session.is_running:
         raise HttpError(409, f"session {session.id} runs a cell already; wait for its result, or open another session")
     if wanted.get("if_state", session.head) != session.head:
@@ -147,7 +173,8 @@ def _bind(batch: Batch, index: int, session: Session) -> None:
     """Make a call of a batch run in a session."""
     pending = batch.calls[index]
     assert pending.call is not None
-    pending.call = {**pending.call, "session": {**pending.call["session"], "id": session.id}}
+    wanted = pending.call["session"]
+    pending.call = {**pending.call, "session": {"state": session.head, **wanted, "id": session.id}}
     pending.session, batch.has_sessions = session, True
 
 
@@ -192,7 +219,7 @@ async def run_cell(request: web.Request) -> web.StreamResponse:
     def bind(batch: Batch) -> None:
         call = batch.calls[0].call
         assert call is not None
-        _check_state(session, call)
+        _check_state(session, call["session"])
         _bind(batch, 0, session)
 
     async with exchange.AdmittedBatch(request, form, bind) as (batch, body_type, _):
@@ -216,7 +243,7 @@ async def run_cells(request: web.Request) -> web.StreamResponse:
             if session.id in bound:
                 raise HttpError(409, f"session {session.id} has two cells in this batch; send one after the other")
             bound.add(session.id)
-            _check_state(session, pending.call)
+            _check_state(session, pending.call["session"])
             _bind(batch, index, session)
 
     async with exchange.AdmittedBatch(request, form, bind) as (batch, body_type, status):
@@ -240,11 +267,11 @@ async def list_sessions(request: web.Request) -> web.Response:
 
 async def roll_back(request: web.Request) -> web.Response:
     session = _find(request, request.match_info["session"])
-    raw = codec.decode_json(await request.read())
-    check_fields(raw, {"state": ""}, "rollback", "state")
-    state = int(_check_number({"state": None, **raw}, "state", STATE_RULE, "rollback"))
-    _check_state(session, {"session": {"state": state}})
-    session.head = state
+    form = RollbackForm(request.app[DISPATCHER].config, request[TENANT])
+    with request.app[exchange.BODY_READER].reservation(request) as reservation:
+        await exchange.parse_body(request, reservation, form)
+    _check_state(session, {"state": form.head.extra})
+    session.head = form.head.extra
     return web.json_response(_describe(session))
 
 
@@ -269,3 +296,171 @@ def _describe(session: Session) -> dict[str, Any]:
         "is_running": session.is_running,
         "expires_in_s": round(max(0.0, expires_at - monotonic()), 1) if math.isfinite(expires_at) else None,
     }
+
+
+_SESSION = {
+    "session": {"type": "string", "description": "id of the session"},
+    "head": {"type": "integer", "description": "number of the state from which the next cell runs"},
+    "states": {"type": "array", "items": {"type": "integer"}, "description": "numbers of the states that are kept"},
+    "cells": {"type": "integer", "description": "number of cells that have ended"},
+    "is_running": {"type": "boolean", "description": "whether a cell runs now"},
+    "expires_in_s": {"type": "number", "description": "seconds until the session ends if it gets no further cell"},
+}
+_EXAMPLE_SESSION = {
+    "session": "5f0e2c9d8a7b46318e0d5c4b3a291807",
+    "head": 1,
+    "states": [0, 1],
+    "cells": 1,
+    "is_running": False,
+    "expires_in_s": 600.0,
+}
+_EXAMPLE_RESULT = CellResult(
+    "", Status.OK, value="42", exit_code=0, session=SessionState(head=2, states=(1, 2))
+).encode()
+
+
+def _number_schema(rule: NumberRule, doc: str) -> Schema:
+    json_type = "integer" if rule.whole else "number"
+    return {"type": json_type, "minimum": rule.low, "maximum": rule.high, "description": doc}
+
+
+def _schemas() -> dict[str, Schema]:
+    call = call_schema()["properties"]
+    cell = {name: call[name] for name in CELL_CALL_FIELDS if name != "limits"}
+    limits = {name: rule for name, rule in LIMIT_FIELDS.items() if name in CELL_LIMITS}
+    cell["limits"] = input_schema(
+        "limits of the cell; the others are limits of the session",
+        {name: {**_number_schema(rule, rule.doc), "default": rule.default} for name, rule in limits.items()},
+    )
+    cell["deadline_s"] = call["deadline_s"]
+    cell |= {name: _number_schema(STATE_RULE, CELL_FIELDS[name]) for name in ("state", "if_state")}
+    rules = {"keep_states": KEEP_STATES_RULE, "idle_s": IDLE_RULE, "max_s": MAX_RULE}
+    opened = {name: {**call[name], "description": SESSION_FIELDS[name]} for name in SESSION_FIELDS if name in call}
+    opened |= {name: {**_number_schema(rule, rule.doc), "default": rule.default} for name, rule in rules.items()}
+    member = {**cell, "session": _SESSION["session"]}
+    result = response_schema(CellResult)
+    return {
+        "SessionState": response_schema(SessionState),
+        "OpenSession": input_schema("A session to open.", opened),
+        "Session": {
+            "type": "object",
+            "description": "An open session.",
+            "properties": _SESSION,
+            "required": [*_SESSION],
+        },
+        "Sessions": {
+            "type": "object",
+            "description": "The open sessions.",
+            "properties": {"sessions": {"type": "array", "items": reference("Session")}},
+            "required": ["sessions"],
+        },
+        "Cell": input_schema("Code to run in a session.", cell, "code"),
+        "Cells": input_schema(
+            "Cells of several sessions.",
+            {
+                "cells": {
+                    "type": "array",
+                    "minItems": 1,
+                    "description": CELLS_FIELDS["cells"],
+                    "items": input_schema("A cell and its session.", member, "code", "session"),
+                }
+            },
+            "cells",
+        ),
+        "Rollback": input_schema(
+            "The state to return to.", {"state": _number_schema(STATE_RULE, ROLLBACK_FIELDS["state"])}, "state"
+        ),
+        "CellResult": result,
+        "CellResults": list_of("CellResult", "one result for each cell, in the order of the cells"),
+        "Closed": {
+            "type": "object",
+            "description": "The session is closed.",
+            "properties": {"status": {"type": "string", "description": "closed"}},
+            "required": ["status"],
+        },
+    }
+
+
+_ERRORS = (*CALL_ERROR_STATUSES, 404, 409, 410)
+_PATH = {"session": {"type": "string", "minLength": 1, "description": "id of the session"}}
+_CELL_RESULT = dict.fromkeys(BODY_TYPES, "CellResult")
+_CELL_RESULTS = {**dict.fromkeys(BODY_TYPES, "CellResults"), NDJSON: "Line", MSGPACK_STREAM: "Line"}
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/sessions",
+        open_session,
+        "Open a session",
+        dict.fromkeys(BODY_TYPES, "Session"),
+        "OpenSession",
+        BODY_TYPES,
+        (*CALL_ERROR_STATUSES, 501),
+        build_schemas=_schemas,
+        examples={
+            "OpenSession": {"limits": {"memory_mb": 512}, "keep_states": 4},
+            "Session": _EXAMPLE_SESSION,
+            "Sessions": {"sessions": [_EXAMPLE_SESSION]},
+            "Cell": {"code": "x = 6\nx * 7", "limits": {"timeout_s": 4}},
+            "Cells": {"cells": [{"session": _EXAMPLE_SESSION["session"], "code": "x + 1"}]},
+            "Rollback": {"state": 1},
+            "CellResult": _EXAMPLE_RESULT,
+            "CellResults": {"results": [_EXAMPLE_RESULT]},
+            "Closed": {"status": "closed"},
+        },
+    ),
+    Route(
+        "GET", "/v1/sessions", list_sessions, "List the open sessions", {JSON: "Sessions"}, error_statuses=(401, 403)
+    ),
+    Route(
+        "POST",
+        "/v1/sessions/cells",
+        run_cells,
+        "Run cells of several sessions: results in order, or streamed as they finish",
+        _CELL_RESULTS,
+        "Cells",
+        BODY_TYPES,
+        _ERRORS,
+        invalid_schemas=_CELL_RESULTS,
+    ),
+    Route(
+        "POST",
+        "/v1/sessions/{session}/cells",
+        run_cell,
+        "Run a cell in a session",
+        _CELL_RESULT,
+        "Cell",
+        BODY_TYPES,
+        _ERRORS,
+        path_parameters=_PATH,
+    ),
+    Route(
+        "POST",
+        "/v1/sessions/{session}/rollback",
+        roll_back,
+        "Return to an earlier state",
+        {JSON: "Session"},
+        "Rollback",
+        BODY_TYPES,
+        _ERRORS,
+        path_parameters=_PATH,
+    ),
+    Route(
+        "GET",
+        "/v1/sessions/{session}",
+        show_session,
+        "Show a session",
+        {JSON: "Session"},
+        error_statuses=(401, 403, 404, 410),
+        path_parameters=_PATH,
+    ),
+    Route(
+        "DELETE",
+        "/v1/sessions/{session}",
+        close_session,
+        "Close a session; also ok if it has ended",
+        {JSON: "Closed"},
+        error_statuses=(401, 403, 404),
+        path_parameters=_PATH,
+    ),
+)
