@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter, gt
-from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict, cast, overload
+from typing import Annotated, Any, Literal, Self, TypedDict, cast, overload
 
 from sandbox import dataclass_codec
 from sandbox.errors import InvalidCall
@@ -354,8 +354,12 @@ class EncodedResult(TypedDict):
     attempts: int
     clamped: Mapping[str, float]
     missing_files: list[str]
-    session: NotRequired[EncodedSession]
-    """Only in the result of a cell of a session."""
+
+
+class EncodedCellResult(EncodedResult):
+    """`CellResult` in msgpack form."""
+
+    session: EncodedSession
 
 
 class EncodedSession(TypedDict):

@@ -47,7 +47,7 @@ from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallSpec, StillRu
 from sandbox.executor.machine_memory import MachineMemory
 from sandbox.executor.pool_plan import PoolPlan
 from sandbox.executor.result import build_result, total_cpu_ms
-from sandbox.executor.session import Session
+from sandbox.executor.session import Session, with_session
 from sandbox.executor.slots import Slots
 from sandbox.executor.time.monitor import CallMonitor, KillReason, Monitor, start_memory_reader
 from sandbox.executor.time.process_tree import CpuPriority
@@ -374,8 +374,7 @@ class Executor:
     def on_session_ready(self, session: Session) -> None:
         call = session.keeper.call
         result = Result(call.spec.id, Status.OK).encode(binary=True)
-        result["session"] = session.encoded()
-        self._add_result(call, result)
+        self._add_result(call, with_session(result, session.encoded()))
         self._deliver_results()
         call.mark_cancelled()  # it stands for the keeper from now on, whose end is not the result of a call
 
@@ -419,7 +418,7 @@ class Executor:
                 usage=usage,
             )
             if isinstance(zygote, Session):
-                result["session"] = zygote.read_state(ended)
+                result = with_session(result, zygote.read_state(ended))
         except ProtocolError as error:
             self._start_task(self._report_lost, call, str(error))
             raise

@@ -23,7 +23,7 @@ from sandbox.executor.call_state import Attempt
 from sandbox.executor.unix_stream import UnixStream
 from sandbox.executor.zygote import Zygote
 from sandbox.executor.zygote_frames import Header
-from sandbox.types import EncodedSession
+from sandbox.types import EncodedCellResult, EncodedResult, EncodedSession
 
 MAX_LOST = 20
 """Maximum number of texts in `lost` of a result."""
@@ -85,3 +85,8 @@ class Session(Zygote):
         """Make the zygote kill the keeper, and with it all processes of the session. Idempotent."""
         if self.keeper.run_id in self._zygote.running:
             self.keeper.kill()
+
+
+def with_session(result: EncodedResult, session: EncodedSession) -> EncodedCellResult:
+    """Return the result of a cell, or of the call that opened its session."""
+    return {**result, "session": session}

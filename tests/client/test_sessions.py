@@ -15,6 +15,7 @@ import pytest
 from sandbox import jail
 from sandbox.client import AsyncClient, Client, RequestRefused, Session, SessionGone
 from sandbox.errors import Overloaded
+from sandbox.gateway.http.sessions import EXAMPLES
 from sandbox.local import local_service
 from sandbox.types import Limits, Status
 from trainer.rollout.loop_thread import LoopThread
@@ -170,5 +171,24 @@ def test_cells_of_several_sessions_in_one_request(server_url: str) -> None:
                 async with http.get("/v1/sessions") as response:
                     shown = {session["session"]: session for session in (await response.json())["sessions"]}
             assert shown[one.id]["cells"] == 1 and shown[two.id]["states"] == [0, 1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.runtime
+def test_the_examples_of_the_routes_are_accepted(server_url: str) -> None:
+    async def main() -> None:
+        async with (
+            AsyncClient(server_url) as client,
+            client.session() as session,
+            aiohttp.ClientSession(server_url) as http,
+        ):
+            for path, example in (
+                ("/v1/sessions", "OpenSession"),
+                (f"/v1/sessions/{session.id}/cells", "Cell"),
+                (f"/v1/sessions/{session.id}/rollback", "Rollback"),
+            ):
+                async with http.post(path, json=EXAMPLES[example]) as response:
+                    assert response.status == 200, (path, await response.text())
 
     asyncio.run(main())

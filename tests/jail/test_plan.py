@@ -62,6 +62,7 @@ def test_plan_is_json_with_all_steps(level: Level) -> None:
     assert b64decode(plan.pop("zygote_filter")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
     assert b64decode(plan.pop("call_filter")) == seccomp.program(seccomp.FilterKind.NAMED_SOCKETS_ON_TOP)
     assert b64decode(plan.pop("loopback_filter")) == seccomp.program(seccomp.FilterKind.LOOPBACK_ON_TOP)
+    assert b64decode(plan.pop("session_filter")) == seccomp.program(seccomp.FilterKind.SESSION_ON_TOP)
     assert plan == {
         "pid_namespace": True,
         "slot_networks": True,

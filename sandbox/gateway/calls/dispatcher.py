@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, cast
 
 from sandbox import machine, wire
 from sandbox.errors import ConfigError, NodeError, Overloaded, ProtocolError, RequestRefused
@@ -39,7 +39,7 @@ from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import TENANT_METRICS, Counters, MetricSample
 from sandbox.settings.server import RESERVED_PART, ServeConfig, reserved_slots, weakness, within_memory
 from sandbox.settings.tenants import Tenant, Tenants, load_tenants
-from sandbox.types import EncodedCall, EncodedResult, Status, UnavailableReason
+from sandbox.types import EncodedCall, EncodedCellResult, EncodedResult, Status, UnavailableReason
 from sandbox.wire import MAX_FRAME_BYTES, MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 log = logging.getLogger(__name__)
@@ -417,7 +417,7 @@ class Dispatcher:
                 finished += 1
                 self._count(call, result, now)
                 if call.session is not None and "session" in result:
-                    call.session.update(result["session"], now)
+                    call.session.update(cast(EncodedCellResult, result)["session"], now)
         self.call_table.answer_rate.count(finished, now)
         self._schedule_dispatch()
         self._check_idle()

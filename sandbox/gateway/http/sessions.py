@@ -351,7 +351,9 @@ def _schemas() -> dict[str, Schema]:
         "Sessions": {
             "type": "object",
             "description": "The open sessions.",
-            "properties": {"sessions": {"type": "array", "items": reference("Session")}},
+            "properties": {
+                "sessions": {"type": "array", "items": reference("Session"), "description": "those of the token"}
+            },
             "required": ["sessions"],
         },
         "Cell": input_schema("Code to run in a session.", cell, "code"),
@@ -386,6 +388,18 @@ _PATH = {"session": {"type": "string", "minLength": 1, "description": "id of the
 _CELL_RESULT = dict.fromkeys(BODY_TYPES, "CellResult")
 _CELL_RESULTS = {**dict.fromkeys(BODY_TYPES, "CellResults"), NDJSON: "Line", MSGPACK_STREAM: "Line"}
 
+EXAMPLES: dict[str, Any] = {
+    "OpenSession": {"limits": {"memory_mb": 512}, "keep_states": 4},
+    "Session": _EXAMPLE_SESSION,
+    "Sessions": {"sessions": [_EXAMPLE_SESSION]},
+    "Cell": {"code": "x = 6\nx * 7", "limits": {"timeout_s": 4}},
+    "Cells": {"cells": [{"session": _EXAMPLE_SESSION["session"], "code": "x + 1"}]},
+    "Rollback": {"state": 1},
+    "CellResult": _EXAMPLE_RESULT,
+    "CellResults": {"results": [_EXAMPLE_RESULT]},
+    "Closed": {"status": "closed"},
+}
+
 ROUTES = (
     Route(
         "POST",
@@ -397,20 +411,16 @@ ROUTES = (
         BODY_TYPES,
         (*CALL_ERROR_STATUSES, 501),
         build_schemas=_schemas,
-        examples={
-            "OpenSession": {"limits": {"memory_mb": 512}, "keep_states": 4},
-            "Session": _EXAMPLE_SESSION,
-            "Sessions": {"sessions": [_EXAMPLE_SESSION]},
-            "Cell": {"code": "x = 6\nx * 7", "limits": {"timeout_s": 4}},
-            "Cells": {"cells": [{"session": _EXAMPLE_SESSION["session"], "code": "x + 1"}]},
-            "Rollback": {"state": 1},
-            "CellResult": _EXAMPLE_RESULT,
-            "CellResults": {"results": [_EXAMPLE_RESULT]},
-            "Closed": {"status": "closed"},
-        },
+        examples=EXAMPLES,
     ),
     Route(
-        "GET", "/v1/sessions", list_sessions, "List the open sessions", {JSON: "Sessions"}, error_statuses=(401, 403)
+        "GET",
+        "/v1/sessions",
+        list_sessions,
+        "List the open sessions",
+        {JSON: "Sessions"},
+        error_statuses=(401, 403),
+        examples=EXAMPLES,
     ),
     Route(
         "POST",
@@ -422,6 +432,7 @@ ROUTES = (
         BODY_TYPES,
         _ERRORS,
         invalid_schemas=_CELL_RESULTS,
+        examples=EXAMPLES,
     ),
     Route(
         "POST",
@@ -433,6 +444,7 @@ ROUTES = (
         BODY_TYPES,
         _ERRORS,
         path_parameters=_PATH,
+        examples=EXAMPLES,
     ),
     Route(
         "POST",
@@ -444,6 +456,7 @@ ROUTES = (
         BODY_TYPES,
         _ERRORS,
         path_parameters=_PATH,
+        examples=EXAMPLES,
     ),
     Route(
         "GET",
@@ -453,6 +466,7 @@ ROUTES = (
         {JSON: "Session"},
         error_statuses=(401, 403, 404, 410),
         path_parameters=_PATH,
+        examples=EXAMPLES,
     ),
     Route(
         "DELETE",
@@ -462,5 +476,6 @@ ROUTES = (
         {JSON: "Closed"},
         error_statuses=(401, 403, 404),
         path_parameters=_PATH,
+        examples=EXAMPLES,
     ),
 )

@@ -160,6 +160,8 @@ def test_every_body_but_the_html_pages_has_an_example_that_fits_its_schema() -> 
 async def test_the_requests_of_the_examples_are_accepted() -> None:
     async with serving() as served:
         for path, methods in DOCUMENT["paths"].items():
+            if path.startswith("/v1/sessions"):
+                continue  # tests/client/test_sessions.py sends these to a real server
             if body := methods.get("post", {}).get("requestBody"):
                 example = body["content"]["application/json"]["example"]
                 accept = ", ".join(methods["post"]["responses"]["200"]["content"]) if path == "/mcp" else "*/*"
