@@ -234,20 +234,17 @@ class Executor:
                         del queue[seq]
                         self._waiting_for_verifier.append(call)
                         continue
-                # A call in a reserved place also tries a short slot first, so that the reserved slots stay free for
-                # further calls in reserved places.
                 try:
-                    picked, reserved = self._pick(call, reserved=False), False
-                    if picked is None and call.spec.has_reserved_place:
-                        picked, reserved = self._pick(call, reserved=True), True
+                    picked = self._pick_any(call)
                 except NodeError as error:
                     del queue[seq]
-                    self._forget_lost(call, str(error), has_started=False)
+                    self._drop(call, str(error))
                     continue
                 if picked is None:
                     break
                 del queue[seq]
-                self._start(call, *picked, reserved=reserved)
+                pool, zygote, reserved = picked
+                self._start(call, pool, zygote, reserved=reserved)
         if self.window != self._announced_window:
             self._announced_window = self.window
             self._on_window_changed(self._announced_window)
@@ -312,6 +309,22 @@ class Executor:
 
     def all_zygotes(self) -> list[Zygote]:
         return [zygote for pool in self.pools for zygote in pool.zygotes.values()]
+
+    def _drop(self, call: SubmittedCall, reason: str) -> None:
+        """Handle a call of a session that cannot start. A new session is tried again, since the slots of sessions that
+        were closed become free soon."""
+        if call.spec.session["op"] == "open":
+            self._start_task(self._start_later, call, reason)
+        else:
+            self._forget_lost(call, reason, has_started=False)
+
+    def _pick_any(self, call: SubmittedCall) -> tuple[ZygotePool, Zygote, bool] | None:
+        """Return what `_pick` returns, and whether the slot is to be a reserved one. A call in a reserved place also
+        tries a short slot first, so that the reserved slots stay free for further calls in reserved places."""
+        for reserved in (False, True) if call.spec.has_reserved_place else (False,):
+            if (picked := self._pick(call, reserved=reserved)) is not None:
+                return *picked, reserved
+        return None
 
     def _pick(self, call: SubmittedCall, *, reserved: bool) -> tuple[ZygotePool, Zygote] | None:
         """Return the zygote that is to start a call, and the zygote's pool. Return None if the call has to wait. Raises

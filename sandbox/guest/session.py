@@ -38,6 +38,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 import frames
@@ -357,7 +358,7 @@ class Keeper:
                     self.states.pop(number).channel.close()
 
 
-HANDLERS = {"call": Keeper.on_call, "kill": Keeper._on_kill}
+HANDLERS: dict[str, Callable[..., None]] = {"call": Keeper.on_call, "kill": Keeper._on_kill}
 """The method that handles a frame, by the frame's `op`."""
 
 
