@@ -122,9 +122,10 @@ dist: $(VENV)/.publish  ## a source archive and a wheel in dist/; with TAG=v1.2.
 		{ echo 'expected version $(TAG:v%=%) in pyproject.toml, got' dist/*.whl >&2; exit 1; }
 
 .PHONY: machine-code
-machine-code:  ## assemble sandbox/guest/fork_batch.S and print the bytes that fork_batch.py contains
-	@object=$$(mktemp) && as --64 -o $$object sandbox/guest/fork_batch.S && \
-		objcopy -O binary -j .text $$object && od -An -v -tx1 -w32 $$object | tr -d ' '; rm -f $$object
+machine-code: MACHINE ?= x86_64
+machine-code:  ## assemble sandbox/guest/fork_batch_*.S and print the bytes that fork_batch.py contains (MACHINE=aarch64)
+	@object=$$(mktemp) && $(MACHINE)-linux-gnu-as -o $$object sandbox/guest/fork_batch_$(MACHINE).S && \
+		$(MACHINE)-linux-gnu-objcopy -O binary -j .text $$object && od -An -v -tx1 -w32 $$object | tr -d ' '; rm -f $$object
 
 clean:  ## remove what make made; the guest runtime stays
 	rm -rf $(VENV) $(VLLM_VENV) $(LATEST_VENV) $(LOCK_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .cache

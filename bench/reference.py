@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +28,8 @@ from bench.api_reference import UndocumentedName, public_names, table
 from bench.error_messages import messages
 from sandbox.commands import main as sandbox_main
 from sandbox.gateway import metrics, routes
+from sandbox.gateway.http.errors import ERROR_TYPES
+from sandbox.gateway.http.openapi import ERROR_DESCRIPTIONS, Route, document
 from sandbox.settings.server import ENV_PREFIX, SETTING_GROUPS, SETTINGS, Setting
 from trainer import cli as trainer_cli
 from trainer.config import RunConfig
@@ -133,16 +137,73 @@ def _expected(schema: Mapping[str, Any]) -> str:
 
 
 def http_routes() -> str:
-    """Return the page of the HTTP routes, by the headings of the API page."""
+    """Return the page of the HTTP routes, by the headings of the API page, with the examples of the API page."""
     parts = [
         "# HTTP routes",
-        "A running server describes its routes, bodies and responses at `/docs`, and in the OpenAPI document "
-        "`/openapi.json`. [HTTP](../http.md) explains statuses, errors and retries.",
+        "Each route has an example of a request and of its response. A running server describes all fields at `/docs`, "
+        "and in the OpenAPI document `/openapi.json`. [HTTP](../http.md) explains errors and retries.",
     ]
-    for group, members in groupby(routes.ROUTES, key=lambda route: route.group):
-        rows = [(route.method, f"`{route.path}`", route.summary) for route in members]
+    operations = document(routes.ROUTES, needs_token=False)["paths"]
+    for group in dict.fromkeys(route.group for route in routes.ROUTES):
+        members = [route for route in routes.ROUTES if route.group == group]
+        rows = [(route.method, f"[`{route.path}`](#{_anchor(route)})", route.summary) for route in members]
         parts += [f"## {group}", table(("method", "path", "does"), rows)]
-    return "\n\n".join(parts)
+        for route in members:
+            parts += [f"### `{route.method} {route.path}`", *_route(operations[route.path][route.method.lower()])]
+    rows = [(f"`{status}`", ERROR_TYPES[status], text) for status, text in ERROR_DESCRIPTIONS.items()]
+    return "\n\n".join([*parts, "## Statuses of errors", table(("status", "`error.type`", "means"), rows)])
+
+
+def _anchor(route: Route) -> str:
+    """Return the anchor that the site and GitHub give to the heading of a route."""
+    return re.sub(r"[^\w-]", "", f"{route.method}-{route.path}".lower()).rstrip("-")
+
+
+def _route(operation: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts of the page about a route."""
+    yield operation["summary"] if operation["summary"].endswith("?") else f"{operation['summary']}."
+    for parameter in operation.get("parameters", ()):
+        yield f"`{parameter['name']}` in the {parameter['in']}: {parameter['description']}."
+    if body := operation.get("requestBody"):
+        yield "Request:"
+        yield _example(body["content"])
+    content = operation["responses"]["200"]["content"]
+    if "text/html" in content:
+        yield "The response is a page."
+    else:
+        yield "Response:"
+        yield _example(content)
+    lines = {
+        "Content types of the response": list(content) if len(content) > 1 else (),
+        "[Statuses of errors](#statuses-of-errors)": sorted(operation["responses"].keys() - {"200"}),
+    }
+    yield "\n".join(f"- {title}: {', '.join(f'`{word}`' for word in words)}" for title, words in lines.items() if words)
+
+
+def _example(content: Mapping[str, Any]) -> str:
+    """Return the block with the example of a body, in JSON if it can be JSON."""
+    content_type = "application/json" if "application/json" in content else next(iter(content))
+    example = content[content_type]["example"]
+    text = example.rstrip("\n") if content_type.startswith("text/") else _json_lines(example)
+    return f"```{'json' if content_type == 'application/json' else 'text'}\n{text}\n```"
+
+
+MAX_LINE = 100
+"""Characters of a line of JSON, without its indentation, that is not divided."""
+
+
+def _json_lines(value: Any, indent: str = "") -> str:
+    """Return a value as JSON. Objects and lists that do not fit on a line have a line for each of their items."""
+    line = json.dumps(value, ensure_ascii=False)
+    if len(line) <= MAX_LINE or not isinstance(value, (dict, list)):
+        return line
+    inner = f"{indent}  "
+    if isinstance(value, list):
+        items, brackets = [_json_lines(item, inner) for item in value], "[]"
+    else:
+        items, brackets = [f"{json.dumps(key)}: {_json_lines(item, inner)}" for key, item in value.items()], "{}"
+    lines = f",\n{inner}".join(items)
+    return f"{brackets[0]}\n{inner}{lines}\n{indent}{brackets[1]}"
 
 
 def metric_names() -> str:

@@ -76,6 +76,10 @@ class RequestRefused(ServiceError):
     """The request is malformed or not allowed (4xx). Sending it again does not help."""
 
 
+class SessionGone(RequestRefused):
+    """The session has ended, or the state is no longer kept (410). The message has the reason."""
+
+
 class TooLarge(RequestRefused):
     """The request has more calls or bytes than the server accepts (413)."""
 

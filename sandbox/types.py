@@ -314,6 +314,8 @@ class EncodedCall(TypedDict, total=False):
     """Whether the call compiles its code and does not run it. It returns the compiled code as a file."""
     reserved: bool
     """Whether the call gets a reserved place: the executor accepts it in addition to its window (`sandbox.wire`)."""
+    session: Mapping[str, Any]
+    """What the call is to do with a session (`executor/session.py` has the fields)."""
 
 
 class EncodedError(TypedDict):
@@ -352,6 +354,21 @@ class EncodedResult(TypedDict):
     attempts: int
     clamped: Mapping[str, float]
     missing_files: list[str]
+
+
+class EncodedCellResult(EncodedResult):
+    """`CellResult` in msgpack form."""
+
+    session: EncodedSession
+
+
+class EncodedSession(TypedDict):
+    """`SessionState` in msgpack form."""
+
+    head: int
+    states: list[int]
+    committed: bool
+    lost: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,9 +419,30 @@ class Result:
         return encoded if binary else {**encoded, "files": to_base64(self.files)}
 
     @classmethod
-    def decode(cls, raw: Mapping[str, Any]) -> Result:
+    def decode(cls, raw: Mapping[str, Any]) -> Self:
         """Invert `encode`. Unknown keys are ignored, so that an older client can read the results of a newer server."""
         return dataclass_codec.decode(cls, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """What a session has after a cell: its states, and the head, from which the next cell runs."""
+
+    head: Annotated[int, "number of the state from which the next cell runs"] = 0
+    states: Annotated[tuple[int, ...], "numbers of the states that are kept"] = (0,)
+    committed: Annotated[
+        bool,
+        "whether the cell made a new state, the head. If not, its process ended before its code; variables and files "
+        "are those from before the cell",
+    ] = True
+    lost: Annotated[tuple[str, ...], "what the cell left behind that is not kept: threads and processes"] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult(Result):
+    """The result of one cell of a session."""
+
+    session: Annotated[SessionState, "the session after the cell"] = SessionState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +496,10 @@ class UnavailableReason(DocumentedEnum):
     RESULTS_UNREAD = "ResultsUnread", "Results waited too long for the client to read them."
     RESULT_TOO_LARGE = "ResultTooLarge", "The result is too large for a frame between the server's processes."
     STARVED = "Starved", "The call got too little of a core on an overloaded machine."
+    SESSION_GONE = (
+        "SessionGone",
+        "The session of the cell has ended, with all its states. Open another session; nothing is run again by itself.",
+    )
 
     @property
     def is_retryable(self) -> bool:

@@ -24,11 +24,13 @@ from sandbox.types import (
     CallError,
     EncodedError,
     EncodedResult,
+    EncodedSession,
     EncodedUsage,
     Limits,
     Outcome,
     Profile,
     Result,
+    SessionState,
     Status,
     UnavailableReason,
     Usage,
@@ -382,7 +384,8 @@ def test_the_size_of_a_call_includes_the_names_of_its_files() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "encoded"), [(Result, EncodedResult), (CallError, EncodedError), (Usage, EncodedUsage)]
+    ("cls", "encoded"),
+    [(Result, EncodedResult), (CallError, EncodedError), (Usage, EncodedUsage), (SessionState, EncodedSession)],
 )
 def test_a_mapping_of_a_result_has_the_fields_of_its_class_in_their_order(cls: Any, encoded: Any) -> None:
     assert list(encoded.__annotations__) == [item.name for item in fields(cls)]

@@ -30,7 +30,7 @@ class MeasuringJail:
         self._sock, self._code, self._calls = sock, PROFILE_CODES[profile], 0
         self._unpacker = zygote_frames.Unpacker()
         self._send({"op": "configure", "plan": plan, "profile": profile})
-        self._receive("ready")
+        self._receive("loaded")
 
     def start(self, fork: str, calls: int) -> None:
         """Start `calls` calls that are forked in this way."""

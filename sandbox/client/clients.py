@@ -23,12 +23,13 @@ from urllib.parse import urlsplit
 
 from sandbox.client.judge import MAX_TESTS_AT_ONCE, RawProgram, decode_all
 from sandbox.client.pending_results import Submission
+from sandbox.client.sessions import AsyncSession
 from sandbox.client.transport import CALL_ROUTE, Transport
 from sandbox.errors import InvalidCall, ServiceError
 from sandbox.fields import check_label, with_encoded_texts
 from sandbox.judging.answers import build_check, check_template, decode_pair, verdict_of
 from sandbox.judging.programs import JudgedProgram
-from sandbox.types import Call, Result, Verdict
+from sandbox.types import Call, CellResult, Result, Verdict
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:8642"
 TIMEOUT_S = 120.0
@@ -226,6 +227,11 @@ class AsyncClient:
         submissions = decode_all(_as_list(programs, "programs", _EXPECTED_PROGRAM), defaults or {})
         return self._opened().stream(submissions, MAX_TESTS_AT_ONCE)
 
+    def session(self, **fields: Any) -> AsyncSession:
+        """Return a session to be opened by `async with`: an interpreter that keeps its variables and files from cell to
+        cell. `fields` are fields of POST /v1/sessions, such as `limits`, `keep_states` and `idle_s`."""
+        return self._opened().session(fields)
+
     async def ready(self) -> bool:
         """Return whether an endpoint accepts calls now. Sends one request to each."""
         return await self._opened().is_ready()
@@ -325,6 +331,14 @@ class Client:
         finally:  # this may run in any thread, when the generator is collected, so it must not wait for the loop
             with suppress(RuntimeError):  # the client is closed; closing it has ended `results` too
                 self._start(results.aclose)
+
+    def session(self, **fields: Any) -> Session:
+        """Return a session to be opened by `with`. `fields` are those of `AsyncClient.session`."""
+
+        async def make() -> AsyncSession:
+            return self._client.session(**fields)
+
+        return Session(self._wait(make), self)
 
     def verify(self, pairs: Sequence[Pair], **fields: Any) -> list[Verdict]:
         """Check each pair of the right answer and a given answer, and return the verdicts in the same order."""
@@ -431,6 +445,51 @@ async def _converted(results: Awaitable[list[T]], convert: Callable[[T], U]) -> 
 
 def _submission(call: Call, default_id: str) -> Submission[Result]:
     return Submission(CALL_ROUTE, call, call.id, call.id or default_id, call.size)
+
+
+class Session:
+    """`AsyncSession` for code without an event loop, used as `with client.session() as session`."""
+
+    def __init__(self, session: AsyncSession, client: Client) -> None:
+        self._session = session
+        self._client = client
+
+    @property
+    def id(self) -> str:
+        return self._session.id
+
+    @property
+    def head(self) -> int:
+        return self._session.head
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        return self._session.states
+
+    def open(self) -> Session:
+        """Open the session. Raises `ServiceError`."""
+        self._client._wait(self._session.open)
+        return self
+
+    def close(self) -> None:
+        """Close the session. Does nothing if it is not open."""
+        self._client._wait(self._session.close)
+
+    def __enter__(self) -> Session:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, code: str, **fields: Any) -> CellResult:
+        """Run a cell, as `AsyncSession.run` does."""
+        return self._client._wait(lambda: self._session.run(code, **fields))
+
+    def rollback(self, state: int) -> None:
+        """Make an earlier state the head. Raises `SessionGone` if it is no longer kept."""
+        self._client._wait(lambda: self._session.rollback(state))
 
 
 def _submissions(calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None) -> list[Submission[Result]]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import aiohttp
 
 from sandbox.backoff import backoff_s
-from sandbox.errors import Overloaded, RequestRefused, ServiceError, TooLarge, Unreachable
+from sandbox.errors import Overloaded, RequestRefused, ServiceError, SessionGone, TooLarge, Unreachable
 
 MIN_RETRY_DELAY_S = 0.1
 MAX_RETRY_DELAY_S = 5.0
@@ -101,6 +101,8 @@ async def failure_of(url: str, response: aiohttp.ClientResponse) -> ServiceError
     message = f"{url} answered {response.status}: {text}"
     if response.status in (429, 503):
         return Overloaded(message, retry_after_s=_seconds(response.headers.get("Retry-After")))
+    if response.status == 410:
+        return SessionGone(message)
     if response.status == 413:
         return TooLarge(message)
     if 400 <= response.status < 500 and response.status not in (408, 425):  # these two mean: send it again

@@ -39,6 +39,7 @@ from yarl import URL
 
 from sandbox.client.endpoints import Endpoint, Endpoints, failure_of, short_reason
 from sandbox.client.pending_results import BatchRequest, PendingResult, Submission
+from sandbox.client.sessions import AsyncSession
 from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
 from sandbox.types import Call, Result, Status, UnavailableReason, unavailable_reason, unavailable_result
 
@@ -284,6 +285,10 @@ class Transport:
                 return int((await response.json())["cancelled"])
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
+
+    def session(self, fields: Mapping[str, Any]) -> AsyncSession:
+        """Return a session at the endpoint for the next request."""
+        return AsyncSession(self._opened(), self.endpoints.next(), fields)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -20,6 +20,7 @@ import json
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from sandbox.executor import zygote_frames
@@ -111,6 +112,11 @@ class CallSpec:
         return bool(self.encoded.get("figures"))
 
     @property
+    def session(self) -> Mapping[str, Any]:
+        """What the call is to do with a session; empty if it does not belong to one. `sessions.py` has the fields."""
+        return self.encoded.get("session", {})
+
+    @property
     def has_loopback(self) -> bool:
         return bool(self.encoded.get("network") == Network.LOOPBACK)
 
@@ -159,8 +165,8 @@ class CallSpec:
         requested = int(self.limits["processes"])
         return requested if MAX_TASKS < 0 else min(requested, MAX_TASKS)
 
-    def encode_start(self, run_id: int, slot: int) -> bytes:
-        """Encode the frame that makes a zygote run the call."""
+    def encode_start(self, run_id: int, slot: int, more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        """Encode the frame that makes a zygote run the call. `more` has further fields of its header."""
         encoded = self.encoded
         files: Mapping[str, bytes] = encoded.get("files", {})
         options: dict[str, Any] = {name: value for name, value in encoded.items() if name in _OPTIONS}
@@ -181,6 +187,7 @@ class CallSpec:
             "return_bytes": min(self.disk_bytes, MAX_RETURNED_BYTES) + RETURNED_HEADER_BYTES,
             "echo": encoded.get("echo", True),
             "returns_files": self.returns_files,
+            **more,
         }
         if self.has_loopback:
             header["network"] = "loopback"
@@ -202,6 +209,9 @@ class Attempt:
     call: SubmittedCall
     run_id: int
     slot: int
+    """The slot in which the call is counted."""
+    resource_slot: int
+    """The slot whose resources the call uses: for a cell the slot of its session, else `slot`."""
     sent_at: float
     """Monotonic time at which the call was sent to the zygote."""
     kill: Callable[[], None]
@@ -212,6 +222,8 @@ class Attempt:
     """Memory that all processes of the call may have together."""
     zygote_bytes: int
     """The part of `memory_bytes` that stands for the zygote's private memory."""
+    is_keeper: bool = False
+    """Whether it is the keeper of a session."""
     is_monitored: bool = False
     usage: CgroupUsage | None = None
     """What the call's cgroup has counted; set when the call has ended."""

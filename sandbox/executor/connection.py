@@ -63,7 +63,12 @@ class GatewayConnection:
         self._is_draining = False
         self._until_drained = trio.CancelScope()
         self._executor = Executor(
-            plan_pools(config), self._send_results, self._send_lost, self._send_window, is_replacement=is_replacement
+            plan_pools(config),
+            self._send_results,
+            self._send_lost,
+            self._send_window,
+            self._send_session_ended,
+            is_replacement=is_replacement,
         )
 
     async def run(self, frames: Frames) -> None:
@@ -90,6 +95,8 @@ class GatewayConnection:
             case ["cancel", list(seqs)]:
                 for seq in seqs:
                     self._executor.cancel(seq)
+            case ["close_session", str(session_id)]:
+                self._executor.close_session(session_id)
             case ["drain"]:
                 self._is_draining = True
             case _:
@@ -101,6 +108,7 @@ class GatewayConnection:
         ready = {
             "slots": executor.plan.slots,
             "long_slots": executor.plan.long_slots,
+            "sessions": executor.plan.sessions,
             "wanted_fds": executor.plan.wanted_fds,
             "missing_modules": sorted({module for zygote in zygotes for module in zygote.missing_modules}),
             "isolation": executor.plan.level.value,
@@ -121,6 +129,9 @@ class GatewayConnection:
     def _send_lost(self, seq: int, reason: str, has_started: bool) -> None:
         self._stream.write(wire.pack(["lost", [[seq, reason, has_started]]]))
         self._stop_if_drained()
+
+    def _send_session_ended(self, session_id: str, reason: str) -> None:
+        self._stream.write(wire.pack(["session_ended", [session_id, reason]]))
 
     async def _send_stats(self) -> None:
         while True:

@@ -42,17 +42,19 @@ import trio
 
 from sandbox import jail
 from sandbox.backoff import backoff_s
-from sandbox.errors import IsolationError, ProtocolError
+from sandbox.errors import IsolationError, NodeError, ProtocolError
 from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallSpec, StillRunning, SubmittedCall, wall_cap_s
 from sandbox.executor.machine_memory import MachineMemory
 from sandbox.executor.pool_plan import PoolPlan
 from sandbox.executor.result import build_result, total_cpu_ms
+from sandbox.executor.session import Session, with_session
 from sandbox.executor.slots import Slots
 from sandbox.executor.time.monitor import CallMonitor, KillReason, Monitor, start_memory_reader
 from sandbox.executor.time.process_tree import CpuPriority
+from sandbox.executor.zygote import Zygote
 from sandbox.executor.zygote_frames import Header, get_number
-from sandbox.executor.zygote_pool import Zygote, ZygotePool
-from sandbox.types import EncodedCall, EncodedResult, Profile, UnavailableReason, invalid_result
+from sandbox.executor.zygote_pool import ZygotePool
+from sandbox.types import EncodedCall, EncodedResult, Profile, Result, Status, UnavailableReason, invalid_result
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class Executor:
     - `on_lost(seq, reason, has_started)` is called for a call that is lost. A call that is not cancelled gets
       exactly one result or is lost once; a cancelled call gets at most one of the two.
     - `on_window_changed(window)` is called whenever the window has changed.
+    - `on_session_ended(id, reason)` is called when a session has ended that was ready.
     - `is_replacement`: this executor replaces an executor that has died. A replacement is ready as soon as its first
       zygote is ready.
     """
@@ -92,6 +95,7 @@ class Executor:
         on_results: OnResults,
         on_lost: OnLost,
         on_window_changed: Callable[[int], None] = lambda _window: None,
+        on_session_ended: Callable[[str, str], None] = lambda _id, _reason: None,
         *,
         is_replacement: bool = False,
     ) -> None:
@@ -113,6 +117,7 @@ class Executor:
         together: a frame for each result would cost the gateway 30 % more CPU for a call of a batch."""
         self._on_lost = on_lost
         self._on_window_changed = on_window_changed
+        self._on_session_ended = on_session_ended
         self._is_replacement = is_replacement
         self._demote_after_s = plan.config.demote_after_ms / 1e3
         self._progress_at = -math.inf
@@ -188,6 +193,12 @@ class Executor:
             self._progress_at = time.monotonic()
         self._queues[call.spec.has_reserved_place][seq] = call
 
+    def close_session(self, session_id: str) -> None:
+        """End a session. An unknown id is ignored, since the session may have ended just before."""
+        for pool in self.pools:
+            if (session := pool.sessions.get(session_id)) is not None:
+                session.end()
+
     def _loopback_problem(self) -> str:
         """Return why calls with `network: "loopback"` cannot run here, or "" if they can."""
         # All pools have the same level and the same mounts, so the first pool stands for all.
@@ -223,15 +234,17 @@ class Executor:
                         del queue[seq]
                         self._waiting_for_verifier.append(call)
                         continue
-                # A call in a reserved place also tries a short slot first, so that the reserved slots stay free for
-                # further calls in reserved places.
-                picked, reserved = self._pick_zygote(profile, reserved=False), False
-                if picked is None and call.spec.has_reserved_place:
-                    picked, reserved = self._pick_zygote(profile, reserved=True), True
+                try:
+                    picked = self._pick_any(call)
+                except NodeError as error:
+                    del queue[seq]
+                    self._drop(call, str(error))
+                    continue
                 if picked is None:
                     break
                 del queue[seq]
-                self._start(call, *picked, reserved=reserved)
+                pool, zygote, reserved = picked
+                self._start(call, pool, zygote, reserved=reserved)
         if self.window != self._announced_window:
             self._announced_window = self.window
             self._on_window_changed(self._announced_window)
@@ -244,6 +257,7 @@ class Executor:
             "running_long": self.running_long,
             "slots": self.plan.slots,
             "long_slots": self.plan.long_slots,
+            "sessions": sum(len(pool.sessions) for pool in self.pools),
             "zygotes": Counter(str(zygote.profile) for zygote in self.all_zygotes()),
             "zygote_restarts_total": sum(pool.restarts for pool in self.pools),
             "retried_total": self.counts["retried"],
@@ -296,6 +310,42 @@ class Executor:
     def all_zygotes(self) -> list[Zygote]:
         return [zygote for pool in self.pools for zygote in pool.zygotes.values()]
 
+    def _drop(self, call: SubmittedCall, reason: str) -> None:
+        """Handle a call of a session that cannot start. A new session is tried again, since the slots of sessions that
+        were closed become free soon."""
+        if call.spec.session["op"] == "open":
+            self._start_task(self._start_later, call, reason)
+        else:
+            self._forget_lost(call, reason, has_started=False)
+
+    def _pick_any(self, call: SubmittedCall) -> tuple[ZygotePool, Zygote, bool] | None:
+        """Return what `_pick` returns, and whether the slot is to be a reserved one. A call in a reserved place also
+        tries a short slot first, so that the reserved slots stay free for further calls in reserved places."""
+        for reserved in (False, True) if call.spec.has_reserved_place else (False,):
+            if (picked := self._pick(call, reserved=reserved)) is not None:
+                return *picked, reserved
+        return None
+
+    def _pick(self, call: SubmittedCall, *, reserved: bool) -> tuple[ZygotePool, Zygote] | None:
+        """Return the zygote that is to start a call, and the zygote's pool. Return None if the call has to wait. Raises
+        `NodeError` if the call's session has ended, or if there is no slot for a session."""
+        match call.spec.session:
+            case {"op": "open"}:
+                pool = max(self.pools, key=lambda pool: len(pool.slots.free_of_sessions))
+                if not pool.slots.free_of_sessions:
+                    raise NodeError(f"all slots of sessions are in use, {self.plan.sessions} here (setting sessions)")
+                zygote = pool.best_zygote(call.spec.profile)
+                return None if zygote is None else (pool, zygote)
+            case {"op": "cell", "id": str(session_id)}:
+                for pool in self.pools:
+                    if (session := pool.sessions.get(session_id)) is not None:
+                        if (state := call.spec.session.get("state", session.head)) not in session.states:
+                            raise NodeError(f"state {state} is no longer kept")
+                        free = pool.slots.free_reserved if reserved else pool.slots.free_short
+                        return (pool, session) if free > 0 and pool.slots.free else None
+                raise NodeError("the session has ended")
+        return self._pick_zygote(call.spec.profile, reserved=reserved)
+
     def _pick_zygote(self, profile: str, *, reserved: bool) -> tuple[ZygotePool, Zygote] | None:
         """Return a zygote for a call, and the zygote's pool. The pool has a free reserved slot if `reserved`, else a
         free short slot. Return None if there is no such pool."""
@@ -308,8 +358,14 @@ class Executor:
         return None
 
     def _start(self, call: SubmittedCall, pool: ZygotePool, zygote: Zygote, *, reserved: bool) -> None:
+        run_id, now = next(self._run_ids), time.monotonic()
         try:
-            pool.start_call(call, zygote, next(self._run_ids), time.monotonic(), reserved=reserved)
+            if isinstance(zygote, Session):
+                pool.start_cell(call, zygote, run_id, now, reserved=reserved)
+            elif call.spec.session:
+                pool.open_session(call, zygote, run_id, now)
+            else:
+                pool.start_call(call, zygote, run_id, now, reserved=reserved)
         except OSError as error:
             self._start_task(self._start_later, call, f"the cgroup of its slot cannot be used: {error}")
             return
@@ -328,9 +384,26 @@ class Executor:
             self._ready.set()
         self._requeue_waiting()
 
-    def on_call_ended(self, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None:
+    def on_session_ready(self, session: Session) -> None:
+        call = session.keeper.call
+        result = Result(call.spec.id, Status.OK).encode(binary=True)
+        self._add_result(call, with_session(result, session.encoded()))
+        self._deliver_results()
+        call.mark_cancelled()  # it stands for the keeper from now on, whose end is not the result of a call
+
+    def on_session_ended(self, session: Session, reason: str) -> None:
+        if session.was_ready:
+            self._on_session_ended(session.id, reason)
+
+    def on_call_ended(self, zygote: Zygote, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None:
         call, spec, usage = attempt.call, attempt.call.spec, attempt.usage
-        call_monitor = self._stop_monitoring(attempt)
+        if attempt.is_keeper:
+            reason = blobs[2][:300].decode("utf-8", "replace") if len(blobs) > 2 else ""
+            log.info("the keeper of a session has ended: %s", reason or "no reason")
+            self._start_task(self._report_lost, call, f"the session did not start: {reason or 'its keeper has ended'}")
+            return
+        is_committed = isinstance(zygote, Session) and ended.get("committed") is True
+        call_monitor = self._stop_monitoring(attempt, restores_priority=is_committed)
         self._progress_at = time.monotonic()
         was_killed = ended.get("signal") == signal.SIGKILL
         kill_reason = call_monitor.kill_reason if call_monitor is not None and was_killed else None
@@ -354,9 +427,11 @@ class Executor:
                 figures=spec.figures,
                 timeout_s=spec.timeout_s,
                 timed_out=kill_reason is KillReason.TIMED_OUT
-                or _is_cpu_exceeded(ended, attempt.usage, spec.timeout_s, max_cpu_s),
+                or (not is_committed and _is_cpu_exceeded(ended, attempt.usage, spec.timeout_s, max_cpu_s)),
                 usage=usage,
             )
+            if isinstance(zygote, Session):
+                result = with_session(result, zygote.read_state(ended))
         except ProtocolError as error:
             self._start_task(self._report_lost, call, str(error))
             raise
@@ -456,9 +531,11 @@ class Executor:
             results, self._ended = self._ended, []
             self._on_results(results)
 
-    def _stop_monitoring(self, attempt: Attempt) -> CallMonitor | None:
+    def _stop_monitoring(self, attempt: Attempt, *, restores_priority: bool = False) -> CallMonitor | None:
         call_monitor = self._monitored.pop(attempt.run_id, None)
         if call_monitor is not None:
+            if restores_priority:
+                call_monitor.restore_priority()
             call_monitor.stop()
         return call_monitor
 
@@ -468,6 +545,10 @@ class Executor:
             await trio.sleep(1)
             now = time.monotonic()
             for pool in self.pools:
+                for session in list(pool.sessions.values()):
+                    if any(attempt.hang_deadline < now for attempt in session.running.values()):
+                        log.error("session %s did not answer in time; it ends", session.id)
+                        session.end()
                 attempts = (attempt for zygote in pool.zygotes.values() for attempt in zygote.running.values())
                 if any(attempt.hang_deadline < now for attempt in attempts):
                     log.error("zygote did not answer in time; killing its jail")

@@ -51,6 +51,8 @@ class PoolPlan:
     """Cores that the machine grants to this process and its calls."""
     slots: int
     long_slots: int
+    sessions: int
+    """Number of sessions that may be open at once."""
     wanted_fds: int
     """Number of descriptors that the configured slots need. If this process may open fewer, there are fewer slots."""
     profile_tree: ProfileTree
@@ -64,9 +66,10 @@ class PoolPlan:
         return (*self.config.profiles, *self.profile_tree.own_profiles)
 
     @property
-    def slots_per_pool(self) -> tuple[int, int]:
-        """Number of short slots and number of long slots of each pool."""
-        return math.ceil(self.slots / len(self.specs)), math.ceil(self.long_slots / len(self.specs))
+    def slots_per_pool(self) -> tuple[int, int, int]:
+        """Numbers of short slots, of long slots, and of slots of sessions of each pool."""
+        short, long, sessions = (math.ceil(n / len(self.specs)) for n in (self.slots, self.long_slots, self.sessions))
+        return short, long, sessions
 
 
 def plan_pools(config: ExecutorConfig) -> PoolPlan:
@@ -79,10 +82,12 @@ def plan_pools(config: ExecutorConfig) -> PoolPlan:
     jail.check_mounts(config.mounts, level, has_uids=has_uids)
     slots = max(1, min(capacity["slots"], jail.max_slots_for_fds()))
     long_slots = max(0, min(capacity["long_slots"], jail.max_slots_for_fds() - slots))
+    has_sessions = level in (jail.Level.NSJAIL, jail.Level.NAMESPACES)
+    sessions = max(0, min(capacity["sessions"], jail.max_slots_for_fds() - slots - long_slots)) if has_sessions else 0
     python = jail.Interpreter.find(config.python or str(runtime.default_python()))
-    min_pools = math.ceil((slots + long_slots) / MAX_SLOTS_PER_POOL)
+    min_pools = math.ceil((slots + long_slots + sessions) / MAX_SLOTS_PER_POOL)
     pools = max(min(capacity["zygote_pools"], slots), min_pools)
-    slots_of_pool = math.ceil(slots / pools) + math.ceil(long_slots / pools)
+    slots_of_pool = sum(math.ceil(number / pools) for number in (slots, long_slots, sessions))
     uid_ranges = [jail.host_uids(number, slots_of_pool, level, python) for number in range(pools)]
     share_uid = level in (jail.Level.NSJAIL, jail.Level.NAMESPACES) and any(base is None for base, _ in uid_ranges)
     limits_processes, warnings = True, list[str]()
@@ -111,6 +116,7 @@ def plan_pools(config: ExecutorConfig) -> PoolPlan:
         granted_cores,
         slots,
         long_slots,
+        sessions,
         jail.fds_for_slots(capacity["slots"] + capacity["long_slots"]),
         ProfileTree(config.own_profiles),
         tuple(specs),

@@ -16,6 +16,8 @@ Invariants:
 - A reserved slot is one of the slots that the long quota leaves unused. It is for calls in reserved places, which the
   gateway sends beyond the executor's window. It counts neither against the short quota nor against the long quota.
   While all long slots are in use, there is no reserved slot.
+- Each session has a slot beyond these, as long as it is open. Its cells use the resources of this slot. A cell that
+  runs also takes a short slot, as a call does, but only to be counted.
 - A slot is free only once the kernel counts no process in its cgroup. Processes that stay in the cgroup are killed.
 - The executor keeps a descriptor of a long call's mount namespace, and closes it after the call. So the executor frees
   the namespace, and the call does not. To free a namespace, the kernel runs synchronize_rcu_expedited, for one process
@@ -43,13 +45,16 @@ KILL_AFTER_S = 0.25
 
 
 class Slots:
-    """Slots from 0 to `count` - 1. A call may `acquire` a short slot while `free_short` > 0, and a reserved slot while
-    `free_reserved` > 0; in both cases `free` must not be empty. `release` gives the slot back."""
+    """Slots from 0 to `count` - 1, and slots of sessions with the next numbers. A call may `acquire` a short slot while
+    `free_short` > 0, and a reserved slot while `free_reserved` > 0; in both cases `free` must not be empty. `release`
+    gives the slot back."""
 
-    def __init__(self, short: int, long: int = 0) -> None:
+    def __init__(self, short: int, long: int = 0, sessions: int = 0) -> None:
         self.count = short + long
         self.free = list(range(self.count - 1, -1, -1))
         """Free slots; `acquire` takes the last one."""
+        self.free_of_sessions = list(range(self.count + sessions - 1, self.count - 1, -1))
+        """Free slots of sessions."""
         self.long: set[int] = set()
         """Slots that count against the long quota."""
         self.reserved: set[int] = set()
@@ -161,4 +166,4 @@ class Slots:
     def _mark_free(self, slot: int) -> None:
         self.long.discard(slot)
         self.reserved.discard(slot)
-        self.free.append(slot)
+        (self.free if slot < self.count else self.free_of_sessions).append(slot)

@@ -20,9 +20,12 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import math
 import os
+import resource
 import socket
 import subprocess
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -34,8 +37,10 @@ from sandbox.errors import ConfigError, NodeError, ProtocolError
 from sandbox.executor import zygote_frames
 from sandbox.executor.call_state import HANG_GRACE_S, Attempt, StillRunning, SubmittedCall, wall_cap_s
 from sandbox.executor.profile_choice import ProfileTree
+from sandbox.executor.session import Session
 from sandbox.executor.slots import Slots
 from sandbox.executor.unix_stream import UnixStream
+from sandbox.executor.zygote import Zygote
 from sandbox.executor.zygote_frames import Header
 from sandbox.types import Profile
 
@@ -61,67 +66,14 @@ class PoolOwner(Protocol):
     profile_tree: ProfileTree
 
     def on_zygote_ready(self) -> None: ...
-    def on_call_ended(self, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None: ...
+    def on_call_ended(self, zygote: Zygote, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None: ...
     def on_start_failed(self, call: SubmittedCall, reason: str) -> None: ...
     def on_still_running(self, pool: ZygotePool, attempt: Attempt, running: StillRunning) -> None: ...
     def on_frames_handled(self) -> None: ...
     def on_calls_lost(self, attempts: list[Attempt], reason: str) -> None: ...
+    def on_session_ready(self, session: Session) -> None: ...
+    def on_session_ended(self, session: Session, reason: str) -> None: ...
     def start_queued_calls(self) -> None: ...
-
-
-class Zygote:
-    """The executor's end of one zygote: its socket, its jail, and its running calls."""
-
-    def __init__(self, profile: str, stream: UnixStream, jail_process: subprocess.Popen[bytes] | None) -> None:
-        self.profile = profile
-        self.stream = stream
-        self.jail_process = jail_process
-        self.running: dict[int, Attempt] = {}
-        """Attempts whose end the zygote has not reported, by run id."""
-        self.modules: frozenset[str] = frozenset()
-        self.python = ""
-        self.missing_modules: list[str] = []
-        """Modules of its profile that its Python lacks."""
-        self.was_ready = False
-        self.jail_exited: trio.Event | None = None
-        """Set when the last process in the jail has exited. It is None if there are cgroups, because they show when the
-        processes of a call have exited. It is also None at level `none`, which has no init."""
-        self._slots_with_cgroup_fds: set[int] = set()
-        self._unpacker = zygote_frames.Unpacker()
-
-    def start_call(self, attempt: Attempt) -> None:
-        self.running[attempt.run_id] = attempt
-        spec = attempt.call.spec
-        self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, spec.max_result_bytes)
-        self.stream.write(spec.encode_start(attempt.run_id, attempt.slot))
-
-    def kill_call(self, run_id: int) -> None:
-        self.send({"op": "kill", "run_id": run_id})
-
-    def send_cgroup_fds(self, slot: int, cgroups: jail.CgroupTree) -> None:
-        """Send the zygote the cgroup descriptors of a slot, when the slot is used for the first time. The descriptors
-        of all slots would cost each call time, since a call closes all descriptors that it inherits."""
-        if slot not in self._slots_with_cgroup_fds:
-            for op, fds in (
-                ("cgroup_procs", cgroups.open_procs_files(slot)),
-                ("cgroup_dir", cgroups.open_directories(slot)),
-            ):
-                for fd in fds:
-                    self.stream.write(zygote_frames.pack({"op": op, "slot": slot}), fd)
-                    os.close(fd)
-            self._slots_with_cgroup_fds.add(slot)
-
-    def send(self, header: Header) -> None:
-        self.stream.write(zygote_frames.pack(header))
-
-    async def receive(self) -> list[tuple[Header, list[bytes]]]:
-        """Wait for complete frames and return them; return an empty list at the end of the stream. Raises
-        `ProtocolError`."""
-        while data := await self.stream.read():
-            self._unpacker.feed(data)
-            if frames := list(self._unpacker):
-                return frames
-        return []
 
 
 class ZygotePool:
@@ -140,6 +92,8 @@ class ZygotePool:
         self.slots = slots
         self.zygotes: dict[str, Zygote] = {}
         """The zygotes that are ready, by profile."""
+        self.sessions: dict[str, Session] = {}
+        """The sessions that are ready, by id."""
         self.restarts = 0
         self.has_been_ready = False
         """Whether all zygotes have been ready at the same time; with `is_replacement`, whether one has been ready."""
@@ -214,8 +168,85 @@ class ZygotePool:
             raise
         kill = partial(zygote.kill_call, run_id)
         hang_deadline = now + wall_cap_s(spec.timeout_s) + HANG_GRACE_S
-        call.attempt = Attempt(call, run_id, slot, now, kill, hang_deadline, memory_bytes, zygote_bytes)
+        call.attempt = Attempt(call, run_id, slot, slot, now, kill, hang_deadline, memory_bytes, zygote_bytes)
         zygote.start_call(call.attempt)
+
+    def start_cell(self, call: SubmittedCall, session: Session, run_id: int, now: float, *, reserved: bool) -> None:
+        """Start a cell of a session. It counts in a short slot, or a reserved one, and uses the slot of the session.
+        Raises `OSError` as `start_call` does."""
+        keeper, slot = session.keeper, self.slots.acquire(reserved=reserved)
+        try:
+            self.slots.set_limits(keeper.slot, keeper.memory_bytes, session.max_tasks)
+        except OSError:
+            self._park_slot(slot)
+            raise
+        call.attempt = replace(
+            keeper,
+            call=call,
+            run_id=run_id,
+            is_keeper=False,
+            slot=slot,
+            sent_at=now,
+            kill=partial(session.kill_call, run_id),
+            hang_deadline=now + wall_cap_s(call.spec.timeout_s) + HANG_GRACE_S,
+        )
+        session.start_cell(call.attempt)
+
+    def open_session(self, call: SubmittedCall, zygote: Zygote, run_id: int, now: float) -> None:
+        """Start the keeper of a session in a free slot of sessions. Raises `OSError` as `start_call` does."""
+        assert self._nursery is not None
+        slot = self.slots.free_of_sessions.pop()
+        our_sock, keeper_sock = socket.socketpair()
+        with keeper_sock:
+            stream = UnixStream(our_sock)
+            kill = partial(zygote.kill_call, run_id)
+            keeper = Attempt(call, run_id, slot, slot, now, kill, math.inf, 0, self.max_zygote_bytes, is_keeper=True)
+            session = Session(stream, zygote, keeper)
+            try:
+                self.slots.set_limits(slot, keeper.memory_bytes, session.max_tasks)
+                if self.slots.cgroups is not None:
+                    self.slots.cgroups.cgroup(slot).allow_single_kills()
+                    zygote.send_cgroup_fds(slot, self.slots.cgroups)
+            except OSError:
+                stream.close()
+                self._park_slot(slot)
+                raise
+            call.attempt = keeper
+            zygote.start_call(keeper, session.header, keeper_sock.fileno())
+        self._nursery.start_soon(self._serve_session, session)
+
+    async def _serve_session(self, session: Session) -> None:
+        """Exchange frames with a keeper until it ends. A `ProtocolError` ends the session, and no other."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(session.stream.flush_forever)
+            reason = "its keeper has ended"
+            try:
+                with trio.fail_after(START_TIMEOUT_S):
+                    await _receive_one(session, "ready")
+                self.sessions[session.id] = session
+                session.was_ready = True
+                self._owner.on_session_ready(session)
+                while frames := await session.receive():
+                    for header, blobs in frames:
+                        self._handle_frame(session, header, blobs)
+                    self._owner.on_frames_handled()
+            except trio.TooSlowError:
+                reason = f"its keeper was not ready within {START_TIMEOUT_S:g} s"
+            except (NodeError, ProtocolError) as error:
+                reason = str(error)
+            finally:
+                session.end()
+                nursery.cancel_scope.cancel()
+        session.stream.close()
+        if self.sessions.get(session.id) is session:
+            del self.sessions[session.id]
+        lost = list(session.running.values())
+        session.running.clear()
+        for attempt in lost:
+            attempt.call.attempt = None
+            self._release_slot(attempt.slot)
+        self._owner.on_calls_lost(lost, f"the session has ended: {reason}")
+        self._owner.on_session_ended(session, reason)
 
     async def _supervise(self, profile: str) -> None:
         """Run the zygote of a profile, and restart it whenever it has ended."""
@@ -334,7 +365,7 @@ class ZygotePool:
         match op:
             case "ended":
                 self._finish_attempt(zygote, attempt)
-                self._owner.on_call_ended(attempt, header, blobs)
+                self._owner.on_call_ended(zygote, attempt, header, blobs)
             case "start_failed":
                 reason = zygote_frames.get_text(header, "reason")
                 self._finish_attempt(zygote, attempt)
@@ -351,7 +382,7 @@ class ZygotePool:
     def _finish_attempt(self, zygote: Zygote, attempt: Attempt) -> None:
         del zygote.running[attempt.run_id]
         attempt.call.attempt = None
-        attempt.usage = self.slots.read_usage(attempt.slot)
+        attempt.usage = self.slots.read_usage(attempt.resource_slot)
         self._release_slot(attempt.slot)
 
     def _release_slot(self, slot: int) -> None:
@@ -464,7 +495,7 @@ def _mapped_and_private_bytes(pid: int) -> tuple[int, int]:
     `ProtocolError`."""
     try:
         with open(f"/proc/{pid}/statm") as statm:
-            mapped, resident, shared = map(int, statm.read().split()[:3])  # in pages of 4096 bytes
-            return mapped * 4096, (resident - shared) * 4096
+            mapped, resident, shared = map(int, statm.read().split()[:3])  # in pages
+            return mapped * resource.getpagesize(), (resident - shared) * resource.getpagesize()
     except OSError as error:
         raise ProtocolError(f"zygote process {pid} cannot be read: {error}") from None

@@ -51,6 +51,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "executor_running_long": ("gauge", "long calls in slots of the executor"),
     "executor_slots": ("gauge", "slots of the executor for short calls"),
     "executor_long_slots": ("gauge", "slots of the executor for long calls"),
+    "executor_sessions": ("gauge", "open sessions of the executor"),
     "executor_zygotes": ("gauge", "live zygotes, by profile"),
     "executor_zygote_restarts_total": ("counter", "restarts of zygotes"),
     "executor_retried_total": (

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.compat import code_judge, sandbox_fusion
-from sandbox.gateway.http import cancel, codec, exchange, judge, mcp, validation
+from sandbox.gateway.http import cancel, codec, exchange, judge, mcp, sessions, validation
 from sandbox.gateway.http.auth import DOCS_ASSETS, TENANT, auth_middleware
 from sandbox.gateway.http.body_parser import BodyParser
 from sandbox.gateway.http.body_reader import BodyReader, ByteBudget
@@ -198,6 +198,9 @@ _RESULTS = {**dict.fromkeys(BODY_TYPES, "Results"), NDJSON: "Line", MSGPACK_STRE
 _VERDICTS = dict.fromkeys(BODY_TYPES, "Verdicts")
 
 _AFTER = {"after": "only steps after this number"}
+_METRICS_EXAMPLE = PrometheusText(lambda: [("calls_waiting", {}, 0.0)]).render().decode()
+_OPENAPI_EXAMPLE = {"openapi": "3.1.0", "paths": {"/health": {"get": {"summary": "Is the server alive?"}}}}
+"""A part of the document. The whole document cannot contain itself."""
 
 ROUTES: tuple[Route, ...] = (
     Route(
@@ -234,13 +237,22 @@ ROUTES: tuple[Route, ...] = (
         invalid_schemas=_VERDICTS,
     ),
     *cancel.ROUTES,
+    *(replace(route, group="Sessions") for route in sessions.ROUTES),
     *judge.ROUTES,
     *(replace(route, group="Model Context Protocol") for route in mcp.ROUTES),
     *(replace(route, group="code-judge") for route in code_judge.ROUTES),
     *(replace(route, group="SandboxFusion") for route in sandbox_fusion.ROUTES),
     Route("GET", "/health", health, "Is the server alive?", {JSON: "State"}, error_statuses=(403, 503)),
     Route("GET", "/ready", ready, "Does the server accept calls?", {JSON: "Ready"}, error_statuses=(403, 503)),
-    Route("GET", "/metrics", prometheus, "Metrics for Prometheus", {"text/plain": None}, error_statuses=(401, 403)),
+    Route(
+        "GET",
+        "/metrics",
+        prometheus,
+        "Metrics for Prometheus",
+        {"text/plain": None},
+        error_statuses=(401, 403),
+        response_examples={"text/plain": _METRICS_EXAMPLE},
+    ),
     Route(
         "GET",
         "/v1/stats",
@@ -250,7 +262,15 @@ ROUTES: tuple[Route, ...] = (
         error_statuses=(400, 401, 403, 503),
         query=_AFTER,
     ),
-    Route("GET", "/openapi.json", openapi, "This description", {JSON: None}, error_statuses=(401, 403)),
+    Route(
+        "GET",
+        "/openapi.json",
+        openapi,
+        "This description",
+        {JSON: None},
+        error_statuses=(401, 403),
+        response_examples={JSON: _OPENAPI_EXAMPLE},
+    ),
     Route("GET", "/docs", docs, "This description as a page", {"text/html": None}, error_statuses=(403,)),
     Route("GET", "/", dashboard, "The dashboard", {"text/html": None}, error_statuses=(403,)),
 )

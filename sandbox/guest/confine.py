@@ -5,7 +5,7 @@ one ordered list of system calls for each call. The zygote's `ForkBatch` execute
 level `none` in Python. At level `landlock`, `finish` takes the last steps, because they need more than system calls.
 
     step                                          levels                      why here
-    1  dup2 of output, report, input              all                         later failures are written to the report
+    1  dup3 of output, report, input              all                         later failures are written to the report
     2  write to cgroup.procs                      all, unless clone3 is used  pages copied from here on are charged
     3  landlock_restrict_self                     landlock                    needs the slot's ruleset descriptor
     4  open /dev/null as input                    all, without input          open file flags are shared across forks
@@ -27,6 +27,7 @@ Invariant: if a step fails, the call's code does not run.
 
 from __future__ import annotations
 
+import array
 import base64
 import ctypes
 import errno
@@ -44,11 +45,12 @@ from fork_batch import step
 from system_calls import check
 
 CLONE_PARENT = 0x8000
-_CLONE_CHILD_SETTID = 0x01000000
+CLONE_CHILD_SETTID = 0x01000000
 _CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 _CLONE_NEWNET = 0x40000000
 _CLONE_INTO_CGROUP = 0x200000000
+_AT_FDCWD = -100
 _CLONE_ARGS_BYTES = 88
 """Size of struct clone_args (clone3(2)). All its fields have 8 bytes."""
 _CLONE_ARG_CHILD_TID = 2
@@ -106,14 +108,15 @@ class Confinement:
         if plan["clear_bounding_set"]:
             _drop_bounding_set()
         has_namespaces: bool = plan["pid_namespace"]
-        self._tid_address = _tid_address() if has_namespaces or self.landlock is not None else 0
+        self.tid_address = _tid_address() if has_namespaces or self.landlock is not None else 0
         self._clone_flags = CLONE_NEWPID if has_namespaces else 0
-        self._clone_flags |= _CLONE_CHILD_SETTID if self._tid_address else 0
-        self.may_have_template = has_namespaces or bool(self._tid_address)
+        self._clone_flags |= CLONE_CHILD_SETTID if self.tid_address else 0
+        self.may_have_template = has_namespaces or bool(self.tid_address)
         """Whether machine code may fork the calls. Without a PID namespace, the C library must learn the call's id."""
         self._exit_signal = int(signal.SIGCHLD)
         self._filter = _Filter.decode(plan["call_filter"], plan["own_pid_offsets"])
         self._loopback_filter = _Filter.decode(plan["loopback_filter"], plan["own_pid_offsets"])
+        self._session_filter = _Filter.decode(plan["session_filter"], [])
         self._prepare_steps(plan)
         self.prepare()
 
@@ -159,7 +162,10 @@ class Confinement:
         """
         if slot in self.cgroup_dir_fds:
             return step(system_calls.CLONE3, data + 8 * _CLONE_WORD, _CLONE_ARGS_BYTES)
-        return step(system_calls.CLONE, self._clone_flags | self._exit_signal, 0, 0, self._tid_address)
+        # The address for the child's thread id is the fourth argument on x86_64 and the fifth on aarch64. The other one
+        # is the thread area, which the kernel ignores without CLONE_SETTLS.
+        tid = self.tid_address
+        return step(system_calls.CLONE, self._clone_flags | self._exit_signal, 0, 0, tid, tid)
 
     def syscall_steps(
         self, slot: int, call: dict, fds: list[tuple[int, int]], directory_fd: int, time: int, data: int
@@ -177,7 +183,7 @@ class Confinement:
             *self.fork_step(data, slot),
         ]
         for fd, number in fds:
-            steps += step(system_calls.DUP2, fd, number)
+            steps += step(system_calls.DUP3, fd, number)
         if slot not in self.cgroup_dir_fds:
             for fd in self.cgroup_procs_fds.get(slot, ()):
                 steps += step(system_calls.WRITE, fd, self._zero, 1)
@@ -191,6 +197,24 @@ class Confinement:
         steps += self._unshare
         if self.scratch_mount is not None:
             steps += step(system_calls.MOUNT, *self._mount, data + 8 * _OPTIONS_WORD)
+        if "session" in call:  # the session's first state takes the other steps (`state_steps`)
+            steps += self._die_with_parent
+        else:
+            filter_steps = self._load_loopback_filter if has_loopback else self._load_filter
+            steps += self._unprivileged_steps(uid, directory_fd, data, filter_steps)
+        return steps, self._data(slot, call, uid)
+
+    def state_steps(self, slot: int, call: dict) -> list[int]:
+        """Return the steps of the first state of a session (`session.py`), from row 7 of the table on. Rows 1 to 6 were
+        steps of its keeper, which keeps its privileges."""
+        uid = self._uid_base + slot if self._uid_base is not None else None
+        data = array.array("q", self._data(slot, call, uid))
+        self._buffers.append(data)
+        return [*self._signals, *self._unprivileged_steps(uid, -1, data.buffer_info()[0], self._load_session_filter)]
+
+    def _unprivileged_steps(self, uid: int | None, directory_fd: int, data: int, filter_steps: tuple) -> list[int]:
+        """Return the steps from row 7 of the table on."""
+        steps: list[int] = []
         if uid is not None:
             steps += step(system_calls.SETGROUPS, 0, 0)
             steps += step(system_calls.SETRESGID, uid, uid, uid)
@@ -200,9 +224,7 @@ class Confinement:
         steps += step(system_calls.FCHDIR, directory_fd) if directory_fd >= 0 else self._enter_scratch
         for index, name in enumerate(self._rlimit_names):
             steps += step(system_calls.SETRLIMIT, RLIMITS[name], data + 8 * (_RLIMIT_WORD + 2 * index))
-        steps += self._last_steps
-        steps += self._load_loopback_filter if has_loopback else self._load_filter
-        return steps, self._data(slot, call, uid)
+        return [*steps, *self._last_steps, *filter_steps]
 
     def finish(self, slot: int) -> None:
         """In the child: take the last steps (row 14 of the table). Raises `OSError`."""
@@ -218,7 +240,8 @@ class Confinement:
         calls = system_calls
         home = self._address((plan["scratch_mount"] or "").encode())
         self._zero = self._address(b"0")
-        self._empty_input = step(calls.CLOSE, 0) + step(calls.OPEN, self._address(b"/dev/null"), os.O_RDONLY)
+        null_path = self._address(b"/dev/null")
+        self._empty_input = step(calls.CLOSE, 0) + step(calls.OPENAT, _AT_FDCWD, null_path, os.O_RDONLY)
         signals = self._address(bytes(128))  # an empty sigset_t of the C library, larger than the kernel's
         self._signals = step(calls.SIGPROCMASK, signal.SIG_SETMASK, signals, 0, calls.SIGSET_BYTES)
         if self.landlock is None:
@@ -238,14 +261,14 @@ class Confinement:
             no_capabilities = self._address(bytes(24))  # three empty sets of 64 bits
             self._drop_capabilities += step(calls.CAPSET, self._address(_CAP_HEADER), no_capabilities)
         self._enter_scratch = step(calls.CHDIR, home) if plan["scratch_mount"] else ()
-        self._last_steps = step(calls.PRCTL, calls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        self._die_with_parent = self._last_steps = step(calls.PRCTL, calls.PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.landlock is not None:
             self._last_steps += step(calls.SETSID)
         if plan["no_new_privs"]:
             self._last_steps += step(calls.PRCTL, calls.PR_SET_NO_NEW_PRIVS, 1)
-        self._load_filter, self._load_loopback_filter = (
+        self._load_filter, self._load_loopback_filter, self._load_session_filter = (
             step(calls.SECCOMP, calls.SECCOMP_SET_MODE_FILTER, 0, each.address) if each and not each.needs_pid else ()
-            for each in (self._filter, self._loopback_filter)
+            for each in (self._filter, self._loopback_filter, self._session_filter)
         )
 
     def _enter_network(self, slot: int) -> tuple[int, ...]:
@@ -262,7 +285,7 @@ class Confinement:
             word += 2
         if slot in self.cgroup_dir_fds:
             data[_CLONE_WORD] = self._clone_flags | _CLONE_INTO_CGROUP
-            data[_CLONE_WORD + _CLONE_ARG_CHILD_TID] = self._tid_address
+            data[_CLONE_WORD + _CLONE_ARG_CHILD_TID] = self.tid_address
             data[_CLONE_WORD + _CLONE_ARG_EXIT_SIGNAL] = self._exit_signal
             data[_CLONE_WORD + _CLONE_ARG_CGROUP] = self.cgroup_dir_fds[slot]
         if self.scratch_mount is not None:

@@ -8,13 +8,13 @@ to a stack, the private copy of a job and a record, so its heap stays in huge pa
 docs/architecture.md has the CPU time that this saves.
 
 A job is a copy of the call's record (its header and body) and a list of system calls (steps), which
-`Confinement.syscall_steps` in `confine.py` chooses. `fork_batch.S` is the source of the machine code and documents the
-layout of a job. The zygote writes the jobs to memory that only the zygote and the template have. The calls are children
-of the zygote, not of the template (CLONE_PARENT). The template has the descriptors of the zygote (CLONE_FILES).
+`Confinement.syscall_steps` in `confine.py` chooses. `fork_batch_x86_64.S` and `fork_batch_aarch64.S` are the sources of
+the machine code; the first documents the layout of a job. The zygote writes the jobs to memory that only the zygote and
+the template have. The calls are children of the zygote, not of the template (CLONE_PARENT). The template has the
+descriptors of the zygote (CLONE_FILES).
 
 Where memory cannot be made executable (PR_SET_MDWE, systemd's MemoryDenyWriteExecute, SELinux), and at level `none`,
-the zygote itself executes the same jobs in Python, more slowly. The machine code is for x86-64, which all levels but
-`none` require.
+the zygote itself executes the same jobs in Python, more slowly. All levels but `none` require x86_64 or aarch64.
 """
 
 from __future__ import annotations
@@ -46,30 +46,45 @@ _HEADER_WORDS = 6
 """Number of words of a job before its steps: the result, the four words of the record's copy, and the size of the
 header in the record. If a step fails in a child, the address of this step replaces the first word of the copy."""
 _FIRST_JOB = 40
-"""Number of words before the jobs. `fork_batch.S` documents them."""
+"""Number of words before the jobs. `fork_batch_x86_64.S` documents them."""
 _SETUP_WORD, _READ_WORD, _COUNT_WORD, _WRITE_WORD, _COPY_WORD = 7, 22, 29, 30, 37
 _COUNT_BYTES = 8
 _END = -1
 _CLONE_FILES = 0x400
-_MACHINE_CODE = bytes.fromhex(  # printed by `make machine-code`
-    "53554154415541564989fc4d8bb42428010000498d6c24c8e8be0000004885c0"
-    "0f85ac00000048837d38ff7416e8a90000004885c079efbf01000000b8e70000"
-    "000f05498d6c2478e88e0000004883f80875e44d8bac24e8000000498d9c2440"
-    "0100004889de4c89f7b940010000f348a5488b7308488b7b10488b4b18f3a448"
-    "8b4b2031c0f3aa498d6ef8e84b000000e8460000004885c0741e4889034881c3"
-    "000a000049ffcd75ba498dac24b8000000e825000000eb8b48837d38ff7411e8"
-    "170000004885c079ef49890649896e0831c0415e415d415c5d5bc34883c53848"
-    "8b4500488b7d08488b7510488b55184c8b55204c8b45284c8b4d300f05c3"
-)
+_MACHINE_CODE = {  # printed by `make machine-code MACHINE=...`
+    "x86_64": (
+        "53554154415541564989fc4d8bb42428010000498d6c24c8e8be0000004885c0"
+        "0f85ac00000048837d38ff7416e8a90000004885c079efbf01000000b8e70000"
+        "000f05498d6c2478e88e0000004883f80875e44d8bac24e8000000498d9c2440"
+        "0100004889de4c89f7b940010000f348a5488b7308488b7b10488b4b18f3a448"
+        "8b4b2031c0f3aa498d6ef8e84b000000e8460000004885c0741e4889034881c3"
+        "000a000049ffcd75ba498dac24b8000000e825000000eb8b48837d38ff7411e8"
+        "170000004885c079ef49890649896e0831c0415e415d415c5d5bc34883c53848"
+        "8b4500488b7d08488b7510488b55184c8b55204c8b45284c8b4d300f05c3"
+    ),
+    "aarch64": (
+        "fd7bbca9f35301a9f55b02a9f71b00f9f50300aab79640f9b4e200d132000094"
+        "800500b5891e40f93f0500b1c00000542d00009480ffffb6200080d2c80b80d2"
+        "010000d4b4e20191270000941f2000f141ffff54b67640f9b3020591e90313aa"
+        "ea0317aa0b4081d22600009469aa40a96bb241a9230000948c0000b45f150038"
+        "8c0500f1c1ffff54f42200d11600009415000094000100b4600200f973022891"
+        "d60600f1c1fdff54b4e202910e000094e5ffff17891e40f93f0500b180000054"
+        "0900009480ffffb6e05200a9000080d2f71b40f9f55b42a9f35341a9fd7bc4a8"
+        "c0035fd694e20091880240f9808640a9828e41a9849642a9010000d4c0035fd6"
+        "6b2100f1830000542d8540f84d8500f8fcffff176b2100b1a00000542d154038"
+        "4d1500386b0500f1a1ffff54c0035fd6"
+    ),
+}
 
 
 class ForkBatch:
     """Jobs of calls in memory. `add` writes a job, and `run` forks all jobs. If there is a template, it forks them."""
 
     def __init__(self, *, use_machine_code: bool = True) -> None:
-        self._code = wiped_memory.private_pages(len(_MACHINE_CODE))
+        code = bytes.fromhex(_MACHINE_CODE.get(os.uname().machine, ""))
+        self._code = wiped_memory.private_pages(max(len(code), 1))
         self._code_address = wiped_memory.address(self._code)
-        self.has_machine_code = use_machine_code and _make_executable(self._code, _MACHINE_CODE)
+        self.has_machine_code = use_machine_code and bool(code) and _make_executable(self._code, code)
         # Without a template, the zygote forks the calls. They inherit private pages, and the buffer for frames is wiped
         jobs_bytes = 8 * (_FIRST_JOB + MAX_JOBS * _JOB_WORDS)
         kind, frame_bytes = mmap.MAP_PRIVATE, 0
@@ -156,7 +171,7 @@ class ForkBatch:
         return False
 
     def _run_in_python(self, count: int) -> bool:
-        """Do the same as the machine code (`fork_batch.S`). Return whether this process is a child."""
+        """Do the same as the machine code (`fork_batch_*.S`). Return whether this process is a child."""
         words, copy = self.words, self.copy
         for number in range(count):
             job = _job_word(number)
@@ -204,7 +219,11 @@ class ForkBatch:
 
 
 def _make_executable(pages: mmap.mmap, code: bytes) -> bool:
-    """Fill pages with machine code. Return whether they could be made executable."""
+    """Fill new pages with machine code. Return whether they could be made executable.
+
+    On aarch64 the kernel makes the instruction cache agree with memory when a page becomes executable for the first
+    time, so new pages need no instruction for this.
+    """
     pages[: len(code)] = code
     rights = mmap.PROT_READ | mmap.PROT_EXEC
     return bool(system_calls.mprotect(wiped_memory.address(pages), len(pages), rights) == 0)

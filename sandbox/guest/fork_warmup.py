@@ -133,9 +133,9 @@ def _process_state_restored() -> Iterator[None]:
 
 
 def _fake_invoke(number: int, *arguments: int) -> int:
-    """Execute dup2 only, and skip all other system calls. The skipped fork returns 0, as a fork does in the child, so
+    """Execute dup3 only, and skip all other system calls. The skipped fork returns 0, as a fork does in the child, so
     this process continues as the child would."""
-    if number == system_calls.DUP2:
+    if number == system_calls.DUP3:
         os.dup2(arguments[0], arguments[1])
     return 0
 

@@ -83,7 +83,8 @@ class FrameWriter:
     def add(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
         """Queue a frame. For each (descriptor, length) in `files`, it gets a blob with the first bytes of this file."""
         header["blobs"] = [size for _, size in files]
-        head = _encode_ended(header) if header["op"] == "ended" else json.dumps(header).encode()
+        is_short = header["op"] == "ended" and "state" not in header  # the end of a cell has further fields
+        head = _encode_ended(header) if is_short else json.dumps(header).encode()
         body_size = sum(header["blobs"])
         frame_size = LENGTHS.size + len(head) + body_size
         if self._end + frame_size > len(self._buffer):

@@ -18,7 +18,7 @@ import originals
 
 originals.use_builtins(globals())
 _write = os.write
-PAGE_BYTES = 4096
+PAGE_BYTES = mmap.PAGESIZE
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of a file whose size cannot change. No other seal can be added."""
 _MFD_NOEXEC_SEAL = 0x8

@@ -26,6 +26,7 @@ import _thread
 import atexit
 import builtins
 import gc
+import importlib
 import io
 import json
 import linecache
@@ -89,6 +90,8 @@ _STATEMENT = re.compile(
 )
 """Matches lines that start a statement. A line that it does not match may be a statement nevertheless: then `_compile`
 tries to compile it as an expression first, which takes time and does not change the result."""
+_CO_COROUTINE = 0x80
+"""Flag of a code object that contains `await` outside a function."""
 _EMPTY_CODE = compile("", SCRIPT, "exec")
 _GUEST_DIR = os.path.dirname(__file__)
 _LIBRARY_PREFIXES = tuple(
@@ -222,15 +225,84 @@ def run(call: dict, blobs: list) -> None:
         os._exit(exit_code & 0xFF)
 
 
+def prepare_session(options_json: bytes) -> None:
+    """Do once, in the first state of a session, what `run` does for a call before its code."""
+    gc.freeze()
+    gc.enable()
+    _prepare_call(has_stdin=False)
+    if options_json:
+        _set_environment(json.loads(options_json))
+    fd_paths.install()
+
+
+def run_cell(call: dict, blobs: list) -> int:
+    """Run a cell of a session, and return its exit code. In tracebacks, the cell number 3 is the file `Cell 3`."""
+    source, _stdin, options_json, *contents = blobs
+    name, scope, report = f"Cell {call['cell']}", main_module.__dict__, _Report(call["output_bytes"])
+    file_locks.set_first_process()
+    _open_stdin()
+    options = json.loads(bytes(options_json)) if options_json else {}
+    try:
+        _write_files(list(zip(options.get("files", ()), contents)))
+        text = _decode_source(bytes(source))
+        linecache.cache[name] = (len(text), None, [line + "\n" for line in text.split("\n")], name)
+        value = _evaluate_cell(text, name, call["echo"], scope)
+        if value is not None:
+            report.value = repr(value)
+        exit_code = 0
+    except SystemExit as error:
+        exit_code = _exit_code(error, report)
+    except BaseException as error:
+        report.out_of_memory = isinstance(error, MemoryError)
+        report.error = _describe(error, name)
+        exit_code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    if call["returns_files"]:
+        returned = returned_files.FileWriter(os.getcwd(), call["return_bytes"])
+        if options.get("figures"):
+            _write_stderr(returned.render_figures())
+        report.files_truncated = returned.send(options.get("return_files", []))
+    exit_code = _flush(exit_code)
+    report.send()
+    return exit_code
+
+
+def _evaluate_cell(text: str, name: str, echo: bool, scope: dict) -> Any:
+    """Run the code of a cell, which may use `await` outside functions. With `echo`, return the value of the last
+    expression."""
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    try:
+        tree: Any = compile(text, name, "exec", ast.PyCF_ONLY_AST | flags, dont_inherit=True)
+    except SyntaxError as error:
+        line = text.split("\n")[(error.lineno or 1) - 1 : error.lineno or 1]
+        if line and line[0].lstrip()[:1] in ("%", "!"):
+            error.msg = f"{line[0].strip()[:40]!r}: there are no magic commands and no shell here, only Python"
+        raise
+    last = None
+    if echo and tree.body and isinstance(tree.body[-1], ast.Expr) and not _has_semicolon_after(text, tree.body[-1]):
+        last = ast.Expression(tree.body.pop().value)
+    value = None
+    for part, mode in ((tree, "exec"), (last, "eval")):
+        if part is not None:
+            code = compile(part, name, mode, flags, dont_inherit=True)
+            value = eval(code, scope)
+            if code.co_flags & _CO_COROUTINE:
+                value = importlib.import_module("asyncio").run(value)
+    return value if last else None
+
+
+def _open_stdin() -> None:
+    raw = io.FileIO(0, closefd=False)
+    raw.name = "<stdin>"
+    stream = io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", errors="surrogateescape", newline="\n")
+    stream.mode = "r"  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
+
+
 def _prepare_call(has_stdin: bool) -> None:
     if sys.path[0] == os.devnull:
         sys.path[0] = os.getcwd()
     if has_stdin:
-        raw = io.FileIO(0, closefd=False)
-        raw.name = "<stdin>"
-        stream = io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", errors="surrogateescape", newline="\n")
-        stream.mode = "r"  # type: ignore[misc]
-        sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
+        _open_stdin()
     file_locks.set_first_process()
     _reseed()
     # Forget which warnings were shown. If this Python lacks the function, `int` is called instead, without effect.
@@ -417,8 +489,9 @@ def _exit_code(error: SystemExit, report: _Report) -> int:
     return code & 0xFF if isinstance(code, int) else 1
 
 
-def _describe(error: BaseException) -> tuple:
-    """Return type, message, traceback and line of an uncaught exception. Writes the traceback to stderr."""
+def _describe(error: BaseException, script: str = SCRIPT) -> tuple:
+    """Return type, message, traceback and line of an uncaught exception in the file `script`. Writes the traceback to
+    stderr."""
     _add_hint(error)
     _strip_internal_frames(error)
     text = _traceback_text(error)
@@ -430,7 +503,7 @@ def _describe(error: BaseException) -> tuple:
             hook(type(error), error, error.__traceback__)
         except BaseException as hook_error:
             _write_stderr(f"Error in sys.excepthook:\n{_traceback_text(hook_error)}\nOriginal exception was:\n{text}")
-    return type(error).__qualname__, _message(error), text, _error_line(error)
+    return type(error).__qualname__, _message(error), text, _error_line(error, script)
 
 
 def _add_hint(error: BaseException) -> None:
@@ -495,12 +568,12 @@ def _message(error: BaseException) -> str:
         return "<exception str() failed>"
 
 
-def _error_line(error: BaseException) -> int | None:
-    if isinstance(error, SyntaxError) and error.filename == SCRIPT:
+def _error_line(error: BaseException, script: str) -> int | None:
+    if isinstance(error, SyntaxError) and error.filename == script:
         return error.lineno
     line, trace = None, error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == SCRIPT:
+        if trace.tb_frame.f_code.co_filename == script:
             line = trace.tb_lineno
         trace = trace.tb_next
     return line

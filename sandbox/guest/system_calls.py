@@ -6,8 +6,8 @@ Invariants:
   thread waits for the lock, because a zygote has one thread, and a call has one thread while it uses this module.
 - Symbols are looked up at import, because a lookup in a call would read the C library's tables into its memory.
 
-The constants are the kernel's numbers on x86-64. On other architectures a constant only identifies a system call, and
-`invoke` calls the function of the C library with the same name. There only level `none` is supported.
+The constants are the kernel's numbers on x86_64 and on aarch64. On other machines a constant only identifies a system
+call, and `invoke` calls the function of the C library with the same name. There only level `none` is supported.
 """
 
 from __future__ import annotations
@@ -17,31 +17,39 @@ import os
 import signal
 import sys
 
-READ = 0
-WRITE = 1
-OPEN = 2
-CLOSE = 3
-SIGPROCMASK = 14
-IOCTL = 16
-MADVISE = 28
-DUP2 = 33
-SOCKET = 41
-CLONE = 56
-CHDIR = 80
-FCHDIR = 81
-SETPGID = 109
-SETSID = 112
-SETGROUPS = 116
-SETRESUID = 117
-SETRESGID = 119
-CAPSET = 126
-PRCTL = 157
-SETRLIMIT = 160
-MOUNT = 165
-CLOCK_GETTIME = 228
-UNSHARE = 272
-SETNS = 308
-SECCOMP = 317
+_MACHINE = os.uname().machine
+
+
+def _number(x86_64: int, aarch64: int) -> int:
+    return aarch64 if _MACHINE == "aarch64" else x86_64
+
+
+READ = _number(0, 63)
+WRITE = _number(1, 64)
+CLOSE = _number(3, 57)
+SIGPROCMASK = _number(14, 135)
+IOCTL = _number(16, 29)
+MADVISE = _number(28, 233)
+SOCKET = _number(41, 198)
+CLONE = _number(56, 220)
+CHDIR = _number(80, 49)
+FCHDIR = _number(81, 50)
+SETPGID = _number(109, 154)
+SETSID = _number(112, 157)
+SETGROUPS = _number(116, 159)
+SETRESUID = _number(117, 147)
+SETRESGID = _number(119, 149)
+CAPSET = _number(126, 91)
+PRCTL = _number(157, 167)
+SETRLIMIT = _number(160, 164)
+MOUNT = _number(165, 40)
+CLOCK_GETTIME = _number(228, 113)
+OPENAT = _number(257, 56)
+UNSHARE = _number(272, 97)
+DUP3 = _number(292, 24)
+SETNS = _number(308, 268)
+SECCOMP = _number(317, 277)
+# From 424 on, numbers are the same on all machines.
 CLONE3 = 435
 CLOSE_RANGE = 436
 LANDLOCK_CREATE_RULESET = 444
@@ -71,20 +79,20 @@ _SFD_CLOEXEC = 0o2000000
 
 _raw = _libc["syscall"]  # a second function object, with other argument types than `syscall`
 _raw.argtypes, _raw.restype = (ctypes.c_long,) * 7, ctypes.c_long
-_IS_X86_64 = os.uname().machine == "x86_64"
+_HAS_NUMBERS = _MACHINE in ("x86_64", "aarch64")
 _functions = {
     WRITE: _libc["write"],
-    OPEN: _libc["open"],
+    OPENAT: _libc["openat"],
     CLOSE: _libc["close"],
     SIGPROCMASK: _libc["sigprocmask"],
-    DUP2: _libc["dup2"],
+    DUP3: _libc["dup3"],
     FCHDIR: _libc["fchdir"],
     SETPGID: _libc["setpgid"],
     PRCTL: _libc["prctl"],
     SETRLIMIT: _libc["setrlimit"],
     CLOCK_GETTIME: _libc["clock_gettime"],
 }
-"""Functions of the C library for the system calls that level `none` needs. Another processor than x86-64 uses them."""
+"""Functions of the C library for the system calls that level `none` needs. Machines without numbers use them."""
 for _function in _functions.values():
     _function.argtypes, _function.restype = (ctypes.c_long,) * 6, ctypes.c_long
 
@@ -96,7 +104,7 @@ def invoke(number: int, *arguments: int) -> int:
     """
     if number == CLONE and arguments[0] == signal.SIGCHLD:
         result = fork()
-    elif _IS_X86_64 or number not in _functions:
+    elif _HAS_NUMBERS or number not in _functions:
         result = _raw(number, *arguments)
     else:
         result = _functions[number](*arguments)

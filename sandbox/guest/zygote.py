@@ -16,6 +16,8 @@ A profile is the set of modules that a zygote imports before it forks calls.
                                                   start_failed {run_id, reason}: no code has run
                                                   still_running {run_id, wall_ms} + pidfd: sent once, when the
                                                       call has run for report_after_s or for its timeout_s
+    session {run_id, slot, ...} + socket          ended {run_id, ...}: when the session's keeper has ended
+                                                  (the socket serves the cells of the session, see `session.py`)
     kill {run_id}
     spawn {profile, own_profile} + socket         (forks a child zygote that loads a profile and serves the socket)
 
@@ -56,6 +58,7 @@ import profiles
 import returned_files
 import fork_warmup
 import runner
+import session
 import system_calls
 from protocol import ANSWER_CHECK_MODULE, CALL_DIR_PREFIX, FUNCTION_CALL_MODULE, MAX_SLOTS_PER_POOL, NOTEBOOK_MODULE
 
@@ -200,6 +203,9 @@ class Zygote:
             running.files_fd = output_files.bounded_file(running.disk_limit_bytes)
             running.fds.append(running.files_fd)
             fds.append((running.files_fd, returned_files.FILES_FD))
+        if "session" in call:
+            running.fds.append(self.reader.fds.pop(0))
+            fds.append((running.fds[-1], session.SOCKET_FD))
         if self.confinement.landlock is not None:
             self.confinement.landlock.make_dir(running.slot)
         elif self.confinement.scratch_mount is None:
@@ -238,7 +244,8 @@ class Zygote:
             if running.pid >= 0:
                 running.started = self.batch.forked_at(number)
                 self.running[running.pid] = running
-                self._set_deadline(running, running.started + min(call["timeout_s"], self.report_after_s))
+                if "session" not in call:
+                    self._set_deadline(running, running.started + min(call["timeout_s"], self.report_after_s))
             elif running.slot in self.confinement.cgroup_dir_fds and -running.pid not in (errno.EAGAIN, errno.ENOMEM):
                 self.to_fork.append(entry)  # this machine refuses clone3, so this call is forked again, by clone
             else:
@@ -254,7 +261,8 @@ class Zygote:
             call, body = self.batch.own_call()
             slot = call["slot"]
             self.confinement.finish(slot)
-            descriptors.close_from(5 if call["returns_files"] else 4)  # behind the call's last descriptor
+            last_fd = returned_files.FILES_FD if call["returns_files"] else runner.REPORT_FD
+            descriptors.close_from((session.SOCKET_FD if "session" in call else last_fd) + 1)
         except BaseException as error:
             os.write(runner.REPORT_FD, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
@@ -262,6 +270,9 @@ class Zygote:
         # the zygote would report that the code of this call has never run.
         self.confined_flags[slot] = _CONFINED
         self.confined_flags.close()
+        if "session" in call:
+            options_json = bytes(frames.split_blobs(body, call["blobs"])[2])
+            session.serve(call, options_json, self.confinement, self.report_after_s)
         runner.run(call, frames.split_blobs(body, call["blobs"]))
 
     def _reap(self) -> None:
@@ -389,6 +400,7 @@ HANDLERS: dict[str, Callable[..., None]] = {
     "cgroup_procs": Zygote._on_cgroup_procs,
     "cgroup_dir": Zygote._on_cgroup_dir,
     "call": Zygote.on_call,
+    "session": Zygote.on_call,
     "kill": Zygote._on_kill,
     "spawn": Zygote._on_spawn,
 }

@@ -129,6 +129,11 @@ class SlotCgroup:
             self._can_reset_peak = False
             self._peak_before = int(os.pread(self._peak_fd, 64, 0))
 
+    def allow_single_kills(self) -> None:
+        """Let the OOM killer kill a single process of the cgroup. Without this, version 2 kills all of them."""
+        with suppress(OSError):  # version 1 and old kernels have no such file
+            write_file(f"{self._memory_dir}/memory.oom.group", "0")
+
     def set_limits(self, memory_bytes: int, max_tasks: int) -> None:
         """Set the limits of the next call. Raises `OSError`."""
         limits = min(memory_bytes, MAX_BYTES), min(max_tasks, MAX_TASKS)

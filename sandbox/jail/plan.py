@@ -55,6 +55,8 @@ class ConfinementPlan(TypedDict):
     loopback_filter: str | None
     """Seccomp program that a call with `network: "loopback"` loads instead of `call_filter`. None if such calls are
     refused."""
+    session_filter: str | None
+    """Seccomp program that the first state of a session loads. None if there are no sessions at this level."""
     own_pid_offsets: list[int]
     """Offsets in the seccomp program of a call at which the guest writes the call's pid."""
 
@@ -93,6 +95,7 @@ def confinement_plan(spec: JailSpec) -> ConfinementPlan:
         "slot_networks": False,
         "call_filter": None,
         "loopback_filter": None,
+        "session_filter": None,
         "own_pid_offsets": [],
     }
     match spec.level:
@@ -115,6 +118,7 @@ def _add_namespace_steps(plan: ConfinementPlan, spec: JailSpec) -> None:
     plan["uid_base"] = FIRST_SLOT_UID if spec.uid_base is not None else None
     plan["limits_processes"] = spec.uid_base is not None or spec.user_namespace_per_call
     plan["call_filter"] = _encoded_filter(seccomp.FilterKind.CALL_ON_TOP)
+    plan["session_filter"] = _encoded_filter(seccomp.FilterKind.SESSION_ON_TOP)
     if spec.has_slot_networks:
         plan["slot_networks"] = True
         plan["call_filter"] = _encoded_filter(seccomp.FilterKind.NAMED_SOCKETS_ON_TOP)

@@ -1,8 +1,11 @@
 """The system calls that a call may make: an allow-list by name, and its compilation to classic BPF programs.
 
-- `CALL_POLICY` is the policy, and `program` compiles it. Tests compare the program with the policy for every number.
-- A system call that the policy does not name fails with EPERM. The kernel's other entries (int 0x80, x32) fail with
-  ENOSYS. The process is not killed, because the kernel would then write a line to the host's audit log at each attempt.
+- `CALL_POLICY` is the policy for all machines, and `compile_program` compiles it for one of them. Names of system calls
+  that this machine does not have are left out. All checked arguments mean the same on x86_64 and on aarch64. Tests
+  compare the programs with the policy for every number.
+- A system call that the policy does not name fails with EPERM. The kernel's other entries (32-bit programs, x32) fail
+  with ENOSYS. The process is not killed, because the kernel would then write a line to the host's audit log at each
+  attempt.
 - Each call loads a filter, so loading must be fast. When a filter is loaded, the kernel runs its program once for each
   system call number, to find the numbers that are always allowed. For these it never runs the program again. A program
   is a balanced search tree over ranges of numbers:
@@ -29,7 +32,7 @@ from itertools import groupby
 from sandbox.errors import IsolationError
 from sandbox.guest.protocol import MAX_BACKLOG
 from sandbox.jail import bpf
-from sandbox.jail.syscalls import X86_64
+from sandbox.jail.syscalls import NUMBERS, X86_64
 
 # SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO with an errno in the low 16 bits
 ALLOW = 0x7FFF0000
@@ -38,8 +41,9 @@ ENOSYS = 0x00050026
 FAKE_SUCCESS = 0x00050000
 """The system call is skipped and returns 0 (SECCOMP_RET_ERRNO with 0). This is for requests that have no effect on the
 results of a call."""
-ARCH_X86_64 = 0xC000003E  # AUDIT_ARCH_X86_64
-X32_BIT = 0x40000000  # __X32_SYSCALL_BIT, part of the numbers of the x32 ABI
+AUDIT_ARCHS: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""By machine: the kernel's number of the 64-bit entry (AUDIT_ARCH_* in linux/audit.h)."""
+X32_BIT = 0x40000000  # __X32_SYSCALL_BIT, part of the numbers of the x32 ABI; aarch64 has no such numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,14 @@ LOOPBACK_SOCKETS: Mapping[str, SyscallRule] = {
 # (landlock(7), "Current limitations"). With namespaces, all file systems that calls share are read-only.
 _ATTRIBUTES = "setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
 
+# The cells of a session are forked from its states, which are children of its keeper (`guest/session.py`). So are the
+# cells, by CLONE_PARENT. A cell may not signal process groups and all processes at once (negative numbers), because the
+# states have its uid.
+SESSION_RULES: Mapping[str, SyscallRule] = {
+    "clone": (ArgumentCheck(0, (0,), mask=_NAMESPACES),),
+    "kill": (ArgumentCheck(0, (), maximum=0x7FFFFFFF),),
+}
+
 OWN_PID = 0x7FFFFFFF
 """Placeholder in a rule for the pid of the process that loads the filter. The guest replaces it (`own_pid_offsets`)."""
 _CLONE_THREAD = 0x10000
@@ -232,6 +244,8 @@ class FilterKind(StrEnum):
     """Like `CALL_ON_TOP`, for a call whose network namespace no other call shares."""
     LOOPBACK_ON_TOP = "loopback on top"
     """Like `NAMED_SOCKETS_ON_TOP`, for a call that also has a loopback network."""
+    SESSION_ON_TOP = "session on top"
+    """Like `CALL_ON_TOP`, for the cells of a session."""
     OWN_UID = "own uid"
     """For a call in the container's namespaces, with a uid that no other process has."""
     SHARED_UID = "shared uid"
@@ -242,6 +256,7 @@ ON_TOP: Mapping[FilterKind, Mapping[str, SyscallRule]] = {
     FilterKind.CALL_ON_TOP: {},
     FilterKind.NAMED_SOCKETS_ON_TOP: NAMED_SOCKETS,
     FilterKind.LOOPBACK_ON_TOP: LOOPBACK_SOCKETS,
+    FilterKind.SESSION_ON_TOP: SESSION_RULES,
 }
 """Kinds of filters that a call adds to the zygote's filter, and for each kind the rules that differ from
 `CALL_POLICY`."""
@@ -249,8 +264,8 @@ POLICY_OF: Mapping[FilterKind, Mapping[str, SyscallRule]] = {
     FilterKind.NAMESPACED: CALL_POLICY,
     FilterKind.ZYGOTE: {**CALL_POLICY, **dict.fromkeys(_SETUP_CALLS.split(), ALLOW)},
     **{
-        kind: {name: {**CALL_POLICY, **sockets}.get(name, EPERM) for name in _SETUP_CALLS.split()}
-        for kind, sockets in ON_TOP.items()
+        kind: {name: {**CALL_POLICY, **rules}.get(name, EPERM) for name in (*_SETUP_CALLS.split(), *rules)}
+        for kind, rules in ON_TOP.items()
     },
     FilterKind.OWN_UID: {**CALL_POLICY, **dict.fromkeys(_ATTRIBUTES.split(), EPERM)},
     FilterKind.SHARED_UID: {
@@ -261,15 +276,19 @@ POLICY_OF: Mapping[FilterKind, Mapping[str, SyscallRule]] = {
         "prlimit64": (ArgumentCheck(0, (0, OWN_PID)), *_CHECKED_ARGUMENTS["prlimit64"]),
     },
 }
-_RULES_BY_NUMBER: Mapping[FilterKind, Mapping[int, SyscallRule]] = {
-    kind: {X86_64[name]: rule for name, rule in policy.items()} for kind, policy in POLICY_OF.items()
+_RULES_BY_NUMBER: Mapping[str, Mapping[FilterKind, Mapping[int, SyscallRule]]] = {
+    machine: {
+        kind: {numbers[name]: rule for name, rule in policy.items() if name in numbers}
+        for kind, policy in POLICY_OF.items()
+    }
+    for machine, numbers in NUMBERS.items()
 }
 
 
-def rule_for(number: int, kind: FilterKind = FilterKind.NAMESPACED) -> SyscallRule:
-    """Return the rule for the system call with this number."""
+def rule_for(number: int, machine: str, kind: FilterKind = FilterKind.NAMESPACED) -> SyscallRule:
+    """Return the rule for the system call with this number on a machine of `NUMBERS`."""
     default = ALLOW if kind in ON_TOP else ENOSYS if number >= FIRST_UNKNOWN_NUMBER else EPERM
-    return _RULES_BY_NUMBER[kind].get(number, default)
+    return _RULES_BY_NUMBER[machine][kind].get(number, default)
 
 
 def own_pid_offsets(program: bytes) -> list[int]:
@@ -281,21 +300,30 @@ def own_pid_offsets(program: bytes) -> list[int]:
     ]
 
 
-@cache
 def program(kind: FilterKind = FilterKind.NAMESPACED) -> bytes:
-    """Compile a filter for this machine. Raises `IsolationError` if it is not x86_64."""
-    if os.uname().machine != "x86_64":
+    """Return a filter for this machine. Raises `IsolationError` if the policy does not support the machine."""
+    machine = os.uname().machine
+    if machine not in NUMBERS:
         raise IsolationError(
-            f"seccomp: expected an x86_64 machine, for which the policy is written, got {os.uname().machine}; "
+            f"seccomp: expected a machine for which the policy is written ({', '.join(NUMBERS)}), got {machine}; "
             "use isolation=none, or another machine"
         )
+    return compile_program(kind, machine)
+
+
+@cache
+def compile_program(kind: FilterKind, machine: str) -> bytes:
+    """Compile a filter for a machine of `NUMBERS`."""
+    checked = {
+        name: rule for name, rule in POLICY_OF[kind].items() if isinstance(rule, tuple) and name in NUMBERS[machine]
+    }
     return bpf.assemble(
         [
             bpf.Instruction(bpf.LOAD, _ARCH),
-            bpf.Instruction(bpf.IF_EQUAL, ARCH_X86_64, no=_ACTION_LABELS[ENOSYS]),
+            bpf.Instruction(bpf.IF_EQUAL, AUDIT_ARCHS[machine], no=_ACTION_LABELS[ENOSYS]),
             bpf.Instruction(bpf.LOAD, _NUMBER),
-            *_search_tree(_ranges(kind)),
-            *(ins for name, rule in POLICY_OF[kind].items() if type(rule) is tuple for ins in _checks(name, rule)),
+            *_search_tree(_ranges(kind, machine)),
+            *(instruction for name, rule in checked.items() for instruction in _checks(name, rule)),
             *(bpf.Instruction(bpf.RETURN, action, label=label) for action, label in _ACTION_LABELS.items()),
         ]
     )
@@ -309,12 +337,12 @@ _ARGUMENTS = 16
 _ACTION_LABELS = {ALLOW: "to allow", EPERM: "to refuse", ENOSYS: "to deny", FAKE_SUCCESS: "to fake"}
 
 
-def _ranges(kind: FilterKind) -> list[tuple[int, str]]:
+def _ranges(kind: FilterKind, machine: str) -> list[tuple[int, str]]:
     """Return (first number, jump target) in order. Each range ends where the next one begins."""
-    names = {X86_64[name]: name for name in POLICY_OF[kind]}  # the name of a call is the label of its checks
+    names = {number: name for name, number in NUMBERS[machine].items()}  # the name of a call is the label of its checks
 
     def target(number: int) -> str:
-        rule = rule_for(number, kind)
+        rule = rule_for(number, machine, kind)
         return _ACTION_LABELS[rule] if isinstance(rule, int) else names[number]
 
     merged = [(next(numbers), label) for label, numbers in groupby(range(FIRST_UNKNOWN_NUMBER + 1), target)]

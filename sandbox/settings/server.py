@@ -197,6 +197,9 @@ class ExecutorConfig:
         "long calls running in addition to --slots, for all executors together; "
         f"0: {LONG_SLOTS_PER_CORE} per core, at least {MIN_LONG_SLOTS}",
     )
+    sessions: int = _count(
+        "tuning", 256, 0, 100_000, "sessions open at once, for all executors together; each has its own slot"
+    )
     demote_after_ms: float = _number(
         "tuning",
         100.0,
@@ -350,7 +353,7 @@ class ServeConfig(ExecutorConfig):
         return [replace(self.executor_config(), **dict(zip(SPLIT_BY_EXECUTOR, share, strict=True))) for share in shares]
 
 
-SPLIT_BY_EXECUTOR = ("cores", "slots", "long_slots", "zygote_pools")
+SPLIT_BY_EXECUTOR = ("cores", "slots", "long_slots", "sessions", "zygote_pools")
 """Settings that are given for all executors together and are divided among them."""
 SPLIT_BY_WORKER = (*SPLIT_BY_EXECUTOR, "executors", "connections", "queue_calls", "queue_mb", "results_mb")
 """Settings that are given for all workers together and are divided among them."""
@@ -365,6 +368,7 @@ def resolve_capacity(config: ExecutorConfig, cores: int) -> dict[str, int]:
         "cores": cores,
         "slots": config.slots or SLOTS_PER_CORE * cores,
         "long_slots": config.long_slots or max(LONG_SLOTS_PER_CORE * cores, MIN_LONG_SLOTS),
+        "sessions": config.sessions,
         "zygote_pools": config.zygote_pools or math.ceil(cores / CORES_PER_ZYGOTE_POOL),
     }
 

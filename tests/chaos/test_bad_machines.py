@@ -20,7 +20,7 @@ import pytest
 from sandbox.errors import IsolationError
 from sandbox.jail import bpf, choose_level, kernel
 from sandbox.jail.seccomp import ALLOW, ENOSYS, EPERM
-from sandbox.jail.syscalls import X86_64
+from sandbox.jail.syscalls import NUMBERS
 from tests.executor.calling import OWN_PYTHON
 from tests.jail.jails import reachable_python
 
@@ -40,7 +40,8 @@ def filter_code(*refusals: tuple[str, int | None, int]) -> str:
     program = []
     for number, (name, bits, result) in enumerate(refusals):
         other = f"other {number}"
-        program += [bpf.Instruction(bpf.LOAD, 0), bpf.Instruction(bpf.IF_EQUAL, X86_64[name], no=other)]
+        syscall = NUMBERS[os.uname().machine][name]
+        program += [bpf.Instruction(bpf.LOAD, 0), bpf.Instruction(bpf.IF_EQUAL, syscall, no=other)]
         if bits is not None:
             program += [bpf.Instruction(bpf.LOAD, FIRST_ARGUMENT), bpf.Instruction(bpf.AND, bits)]
             program += [bpf.Instruction(bpf.IF_EQUAL, bits, no=other)]

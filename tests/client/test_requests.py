@@ -11,12 +11,21 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 import sandbox.client
-from sandbox.client import AsyncClient, Client
+from sandbox.client import AsyncClient, AsyncSession, Client, Session
 from sandbox.client.clients import TIMEOUT_S
-from sandbox.errors import InvalidCall, Overloaded, RequestRefused, SandboxError, ServiceError, TooLarge, Unreachable
+from sandbox.errors import (
+    InvalidCall,
+    Overloaded,
+    RequestRefused,
+    SandboxError,
+    ServiceError,
+    SessionGone,
+    TooLarge,
+    Unreachable,
+)
 from sandbox.gateway.http import codec
 from sandbox.judging.programs import JudgedProgram, JudgeOutcome
-from sandbox.types import Call, Limits, Outcome, Result, Status, Verdict
+from sandbox.types import Call, CellResult, Limits, Outcome, Result, Status, Verdict
 from tests.client.servers import (
     EncodedCall,
     encode_results,
@@ -262,6 +271,7 @@ async def test_a_closed_port_is_the_same_error_in_every_method() -> None:
 
 def test_the_public_names_of_the_client_have_its_errors_and_the_types_of_its_results() -> None:
     expected = {InvalidCall, Overloaded, RequestRefused, SandboxError, ServiceError, TooLarge, Unreachable}
+    expected |= {SessionGone, AsyncSession, Session, CellResult}
     expected |= {Call, Limits, Result, Status, Verdict, Outcome, JudgedProgram, JudgeOutcome, AsyncClient, Client}
     assert {getattr(sandbox.client, name) for name in sandbox.client.__all__} == expected
 

@@ -26,7 +26,7 @@ from sandbox.commands.machine_checks import (
 from sandbox.jail import ProbedLayer, bpf, kernel
 from sandbox.jail.probe import _LAYERS, NSJAIL
 from sandbox.jail.seccomp import ALLOW, ENOSYS, EPERM
-from sandbox.jail.syscalls import X86_64
+from sandbox.jail.syscalls import NUMBERS
 from sandbox.machine import own_cgroups
 from sandbox.types import DEFAULT_LIMITS
 from tests.jail import jails
@@ -247,7 +247,7 @@ def refuse(results: Mapping[str, int]) -> bytes:
     """Return a filter that gives these results of system calls, and allows all others."""
     program = [bpf.Instruction(bpf.LOAD, 0)]
     for name, result in results.items():
-        program.append(bpf.Instruction(bpf.IF_EQUAL, X86_64[name], no=f"after {name}"))
+        program.append(bpf.Instruction(bpf.IF_EQUAL, NUMBERS[os.uname().machine][name], no=f"after {name}"))
         program.append(bpf.Instruction(bpf.RETURN, result))
         program.append(bpf.Instruction(bpf.LOAD, 0, label=f"after {name}"))
     return bpf.assemble([*program, bpf.Instruction(bpf.RETURN, ALLOW)])

@@ -16,8 +16,8 @@ import pytest
 
 from sandbox.errors import IsolationError
 from sandbox.jail import bpf, choose_level
-from sandbox.jail.seccomp import ARCH_X86_64, EPERM
-from sandbox.jail.syscalls import X86_64
+from sandbox.jail.seccomp import AUDIT_ARCHS, EPERM
+from sandbox.jail.syscalls import NUMBERS
 from tests.executor.calling import executor
 from tests.jail.jails import system_python
 
@@ -38,24 +38,26 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 """A program that loads a filter and executes Python with its other arguments."""
 
-pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="filters are compiled for x86_64")
+MACHINE = os.uname().machine
+DOCKER_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+pytestmark = pytest.mark.skipif(MACHINE not in NUMBERS, reason="needs the numbers of system calls")
 
 
 def compile_profile(profile: Mapping[str, Any]) -> bytes:
     """Compile a profile for a container without capabilities: the first matching rule decides."""
     rules = [
-        (X86_64[name], rule)
+        (NUMBERS[MACHINE][name], rule)
         for rule in profile["syscalls"]
         for name in rule["names"]
-        if name in X86_64
+        if name in NUMBERS[MACHINE]
         and not rule.get("includes", {}).get("caps")
-        and "amd64" in rule.get("includes", {}).get("arches", ["amd64"])
+        and DOCKER_ARCHITECTURES[MACHINE] in rule.get("includes", {}).get("arches", [DOCKER_ARCHITECTURES[MACHINE]])
     ]
     default_result = ACTIONS[profile["defaultAction"]] | profile.get("defaultErrnoRet", errno.EPERM)
     return bpf.assemble(
         [
             bpf.Instruction(bpf.LOAD, ARCH_OFFSET),
-            bpf.Instruction(bpf.IF_EQUAL, ARCH_X86_64, yes="0"),
+            bpf.Instruction(bpf.IF_EQUAL, AUDIT_ARCHS[MACHINE], yes="0"),
             bpf.Instruction(bpf.RETURN, EPERM),
             *(line for index, (number, rule) in enumerate(rules) for line in _compile_rule(index, number, rule)),
             bpf.Instruction(bpf.RETURN, default_result, label=str(len(rules))),

@@ -17,7 +17,9 @@ ROW: dict[str, Any] = {
     "date": "2026-11-29",
     "doctor": {"level": "namespaces", "call": "ok", "cgroups": "version 2, below /sys/fs/cgroup/x", "missing": []},
     "mix": {**COUNTS, "calls": 2000, "kills": 0},
+    "jail": {"passed": 12, "failures": []},
     "invariance": {"calls": 42, "changed": [], "misjudged": [], "unstable": []},
+    "agreement": {"calls": 200, "differences": [], "unstable": 3},
     "escape": {"passed": 9, "xfailed": 1, "failures": []},
 }
 
@@ -44,7 +46,9 @@ def test_a_row_in_which_all_holds_has_no_problem() -> None:
         "2,000: 0 wrong or lost, 0 unavailable",
         report.NOT_RUN,
         report.NOT_RUN,
+        "12 passed",
         "42 calls: 0 changed, 0 misjudged",
+        "200 calls: 0 different, 3 without a single result",
         "9 passed, 1 xfailed",
         report.NOT_RUN,
         "2026-11-29",
@@ -62,6 +66,7 @@ def test_a_row_in_which_all_holds_has_no_problem() -> None:
             "mix: unavailable: `{'Poison': 1}`",
         ),
         ({"kills": {"problem": "no\nend"}}, "kills: `no end`"),
+        ({"agreement": {"calls": 9, "differences": [4], "unstable": 0}}, "agreement: differences: `[4]`"),
         ({"escape": {"failed": 1, "failures": ["test_a"]}}, "escape: failures: `['test_a']`"),
     ],
 )
@@ -77,10 +82,12 @@ def test_a_new_row_of_a_machine_replaces_the_parts_that_were_run(
     monkeypatch.setattr(report, "ROWS", tmp_path / "rows.json")
     newer = {"version": "6.12", "set_up": "root", "kernel": "6.12.1"}
     older = {"version": "6.1", "set_up": "root", "kernel": "6.1.0"}
+    other = {"version": "6.1-arm64", "set_up": "root", "kernel": "6.1.0"}
+    report.write_row("6.1-arm64-root", other)
     report.write_row("6.12-root", {**newer, "mix": {"calls": 1}, "problem": "no end"})
     report.write_row("6.1-root", {**older, "mix": {"calls": 2}})
     report.write_row("6.12-root", {**newer, "kills": {"calls": 3}})
-    assert [*report.read_rows()] == ["6.1-root", "6.12-root"]
+    assert [*report.read_rows()] == ["6.1-root", "6.12-root", "6.1-arm64-root"]
     assert report.read_rows()["6.12-root"] == {**newer, "mix": {"calls": 1}, "kills": {"calls": 3}}
     report.write_row("6.1-root", {**older, "kernel": "6.1.1"})
     assert report.read_rows()["6.1-root"] == {**older, "kernel": "6.1.1"}

@@ -26,6 +26,7 @@ import pytest
 
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
+from sandbox.jail.syscalls import NUMBERS
 from sandbox.types import Call, Result, Status
 from tests.executor import calling
 from tests.executor.calling import OWN_PYTHON, Caller, call
@@ -37,11 +38,16 @@ NOBODY = 65_534
 SLOTS = 4
 DEADLINE_S = calling.DEADLINE_S
 
-PRELUDE = r"""
+SYSTEM_CALLS = NUMBERS.get(os.uname().machine, {})
+"""The numbers of the system calls of this machine."""
+PRELUDE = (
+    f"NUMBERS = {dict(SYSTEM_CALLS)!r}"
+    r"""
 import ctypes, errno, fcntl, os, re, resource, signal, socket, struct, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
-def raw(number, *arguments):
+def raw(call, *arguments):
+    number = NUMBERS[call] if isinstance(call, str) else call
     ctypes.set_errno(0)
     result = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments])
     return result if result != -1 else -ctypes.get_errno()
@@ -71,6 +77,7 @@ if HOST["is_jailed"]:
     PROTECTED_PATHS += [os.__file__, sys.executable, "/etc/passwd", "/dev/null", "/dev/zero", "/guest/zygote.py", *DIRS[2:]]
     DEVICE = "/dev/null"
 """
+)
 """Beginning of each attack. It defines these functions:
 
 - `raw` makes a system call by its number, and returns the result or the negative errno;

@@ -79,7 +79,7 @@ BOMBS: dict[str, tuple[str, str]] = {
         "ok",
     ),
     "timers": (
-        "n = 0\ntimer = ctypes.c_int()\nwhile n < 200_000 and libc.syscall(222, 1, None, ctypes.byref(timer)) == 0: n += 1  # timer_create(2)\nif n >= 200_000: breach(n)",
+        "n = 0\ntimer = ctypes.c_int()\nwhile n < 200_000 and raw('timer_create', 1, None, ctypes.byref(timer)) == 0: n += 1\nif n >= 200_000: breach(n)",
         "ok timeout memory_limit",
     ),
     "output": ("while True: os.write(1, b'x' * 65536)", "output_limit error"),

@@ -25,12 +25,12 @@ if works(mmap.mmap, 0, 1): breach('mapped')
     "emptying the input": "if works(os.ftruncate, 0, 0): breach('emptied')",
     "unsealing the input": """
 for seal in (2, 4, 8):  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE
-    if raw(72, 0, 1033, seal) == 0: breach(seal)  # fcntl(2), F_ADD_SEALS
+    if raw('fcntl', 0, 1033, seal) == 0: breach(seal)  # F_ADD_SEALS
 """,
 }
 MISUSES["executing the input"] = """
 # execveat(2) with AT_EMPTY_PATH. ENOEXEC would mean that the input may be executed.
-got = raw(322, 0, b"", 0, 0, 0x1000)
+got = raw('execveat', 0, b"", 0, 0, 0x1000)
 if got not in (-errno.EACCES, -errno.EPERM): breach(got)
 """
 MISUSES["executing the input once it is made a program"] = (
@@ -68,7 +68,7 @@ space = ctypes.create_string_buffer(struct.pack("QiiI4x", 20, 1, 1, 1))
 data = ctypes.create_string_buffer(b"x", 1)
 vector = ctypes.create_string_buffer(struct.pack("QQ", ctypes.addressof(data), 1))
 message = struct.pack("QI4xQQQQi4xI4x", 0, 0, ctypes.addressof(vector), 1, ctypes.addressof(space), 24, 0, 0)
-if raw(307, ours.fileno(), message, 1, 0) == 1: breach(socket.recv_fds(theirs, 1, 4)[1])
+if raw('sendmmsg', ours.fileno(), message, 1, 0) == 1: breach(socket.recv_fds(theirs, 1, 4)[1])
 """,
     "more descriptors than it may hold": """
 pairs, held = [socket.socketpair() for _ in range(4)], 0

@@ -30,7 +30,7 @@ for path in ("/proc/kallsyms", "/proc/modules", "/proc/self/stack", "/proc/self/
     "MKL_NUM_THREADS MALLOC_ARENA_MAX LC_CTYPE TMPDIR PYTHONTZPATH'.split(): breach(name)",
     "the pid of the parent": "if os.getppid() not in (0, 1): breach(os.getppid())",
     "the number of processes": "if os.getpid() > 2: breach(os.getpid())",
-    "the kernel log": "if raw(103, 10, None, 0) > 0 or read('/dev/kmsg', 10): breach('log')  # syslog(2), SYSLOG_ACTION_SIZE_BUFFER",
+    "the kernel log": "if raw('syslog', 10, None, 0) > 0 or read('/dev/kmsg', 10): breach('log')  # SYSLOG_ACTION_SIZE_BUFFER",
     "groups of the server": "if os.getgroups(): breach(os.getgroups())",
 }
 

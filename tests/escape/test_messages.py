@@ -104,12 +104,12 @@ libc.mq_unlink(b'/message')
 """,
     ),
     "keyrings": (
-        "raw(248, b'user', b'message', MESSAGE.encode(), len(MESSAGE), -4)  # add_key(2), KEY_SPEC_USER_KEYRING",
+        "raw('add_key', b'user', b'message', MESSAGE.encode(), len(MESSAGE), -4)  # KEY_SPEC_USER_KEYRING",
         """
 # keyctl(2): KEYCTL_SEARCH, KEYCTL_READ and KEYCTL_UNLINK
-key, buffer = raw(250, 10, -4, b"user", b"message", 0), ctypes.create_string_buffer(200)
-if key >= 0 and raw(250, 11, key, buffer, 200) > 0: scan(buffer.raw)
-raw(250, 9, key, -4)
+key, buffer = raw('keyctl', 10, -4, b"user", b"message", 0), ctypes.create_string_buffer(200)
+if key >= 0 and raw('keyctl', 11, key, buffer, 200) > 0: scan(buffer.raw)
+raw('keyctl', 9, key, -4)
 """,
     ),
     "an abstract socket": (
@@ -145,15 +145,15 @@ raw(250, 9, key, -4)
         "if isinstance(got, OSError): breach(MESSAGE)",
     ),
     "a lock on a file by the system call itself": (
-        "kept = open(PROTECTED_PATHS[:2][-1]); raw(73, kept.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "kept = open(PROTECTED_PATHS[:2][-1]); raw('flock', kept.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "kept = open(PROTECTED_PATHS[:2][-1])\n"
-        "if raw(73, kept.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) == -errno.EAGAIN: breach(MESSAGE)",
+        "if raw('flock', kept.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) == -errno.EAGAIN: breach(MESSAGE)",
     ),
     "a record lock on a file, seen without setting one": (
         "kept = open(PROTECTED_PATHS[:2][-1])\n"
-        "for command in (6, 37): raw(72, kept.fileno(), command, struct.pack('hhqqi4x', 0, 0, 0, 0, 0))  # F_RDLCK",
+        "for command in (6, 37): raw('fcntl', kept.fileno(), command, struct.pack('hhqqi4x', 0, 0, 0, 0, 0))  # F_RDLCK",
         "kept, lock = open(PROTECTED_PATHS[:2][-1]), ctypes.create_string_buffer(struct.pack('hhqqi4x', 1, 0, 0, 0, 0))  # F_WRLCK\n"
-        "if raw(72, kept.fileno(), 36, lock) == 0 and lock.raw[:2] == b'\\0\\0': breach(MESSAGE)",
+        "if raw('fcntl', kept.fileno(), 36, lock) == 0 and lock.raw[:2] == b'\\0\\0': breach(MESSAGE)",
     ),
     "inherited shared memory": (
         SHARED_MEMORY + "for address in shared(): ctypes.memmove(address, MESSAGE.encode(), len(MESSAGE))",

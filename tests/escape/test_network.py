@@ -23,7 +23,7 @@ if works(lambda: socket.socket(socket.AF_UNIX).connect(HOST["abstract"])): breac
 # SOCK_STREAM, SOCK_DGRAM, SOCK_RAW and SOCK_SEQPACKET of all address families
 for family in range(1, 46):
     for kind in (1, 2, 3, 5):
-        fd = raw(41, family, kind, 0)  # socket(2)
+        fd = raw('socket', family, kind, 0)
         if fd >= 0:
             if family != socket.AF_UNIX or kind not in (socket.SOCK_STREAM, socket.SOCK_DGRAM): breach((family, kind))
             os.close(fd)
@@ -32,7 +32,7 @@ for family in range(1, 46):
 for family in range(1, 46):
     for kind in (1, 2, 3, 5):
         fds = (ctypes.c_int * 2)()
-        if raw(53, family, kind, 0, fds) == 0:  # socketpair(2)
+        if raw('socketpair', family, kind, 0, fds) == 0:
             if family != socket.AF_UNIX or kind not in (socket.SOCK_STREAM, socket.SOCK_DGRAM): breach((family, kind))
             os.close(fds[0]); os.close(fds[1])
 """,
@@ -94,7 +94,7 @@ for address in ("192.0.2.1", "10.0.0.1", "169.254.169.254"):
 """,
     "raw packets": """
 for family, kind, protocol in ((2, 3, 1), (2, 3, 255), (17, 3, 768), (16, 3, 0), (10, 1, 0), (2, 1, 262), (2, 1, 132)):
-    if raw(41, family, kind, protocol) >= 0: breach((family, kind, protocol))
+    if raw('socket', family, kind, protocol) >= 0: breach((family, kind, protocol))
 """,
     "the kernel by options of sockets": """
 own = socket.socket()
@@ -106,7 +106,7 @@ if works(own.setsockopt, 0, 64, bytes(84)) or works(own.setsockopt, 6, 31, b"tls
     "the configuration of its network": """
 own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 for request in (0x8914, 0x894C):  # SIOCSIFFLAGS with the flags that it has, SIOCGSKNS
-    if raw(16, own.fileno(), request, ctypes.create_string_buffer(struct.pack("16sH22x", b"lo", 0x49))) >= 0: breach(request)
+    if raw('ioctl', own.fileno(), request, ctypes.create_string_buffer(struct.pack("16sH22x", b"lo", 0x49))) >= 0: breach(request)
 """,
 }
 
@@ -159,7 +159,7 @@ def test_a_call_with_loopback_cannot_reach_another(receiver: Network, target: Ta
 BACKLOG = """
 server = socket.socket(socket.AF_UNIX)
 server.bind("s")
-raw(50, server.fileno(), 4096)  # listen(2)
+raw('listen', server.fileno(), 4096)
 server.listen(4096)
 kept = []
 while len(kept) < 150:

@@ -26,13 +26,13 @@ for pid in (HOST["victim_pid"], HOST["executor_pid"], os.getppid()):
 """,
     "a signal to a thread of the host": """
 for pid in (HOST["victim_pid"], HOST["executor_pid"]):
-    if raw(234, pid, pid, 0) == 0 or raw(200, pid, 0) == 0: breach(pid)  # tgkill(2), tkill(2)
+    if raw('tgkill', pid, pid, 0) == 0 or raw('tkill', pid, 0) == 0: breach(pid)
 """,
     "a queued signal": """
 siginfo = struct.pack("iiiii108x", 0, 0, -1, os.getpid(), os.getuid())
 for pid in (HOST["victim_pid"], HOST["executor_pid"]):
     # rt_sigqueueinfo(2), rt_tgsigqueueinfo(2)
-    if raw(129, pid, 0, siginfo) == 0 or raw(297, pid, pid, 0, siginfo) == 0: breach(pid)
+    if raw('rt_sigqueueinfo', pid, 0, siginfo) == 0 or raw('rt_tgsigqueueinfo', pid, pid, 0, siginfo) == 0: breach(pid)
 """,
     "a pidfd of a process": """
 for pid in (HOST["victim_pid"], HOST["executor_pid"]):
@@ -143,11 +143,12 @@ if os.fork() == 0:
     "a thread of a child": """
 if os.fork() == 0:
     threading.Thread(target=time.sleep, args=(1000,)).start()
-    libc.syscall(60, 0)  # exit(2) ends only the first thread
+    raw('exit', 0)  # ends only the first thread
 """,
     "a child in its own process group with all signals blocked": "if os.fork() == 0: os.setpgid(0, 0); signal.pthread_sigmask(0, range(1, 65)); time.sleep(1000)",
     "a child that shares memory, by vfork": """
-if os.fork() == 0: raw(58) or time.sleep(1000)  # vfork(2) returns 0 in its child, which sleeps
+if os.fork() == 0:  # vfork(3) returns 0 in its child, which sleeps
+    raw('clone', 0x4100 | signal.SIGCHLD, 0, 0, 0, 0) or time.sleep(1000)  # CLONE_VM, CLONE_VFORK
 """,
 }
 
@@ -200,11 +201,7 @@ while True: time.sleep(1000)
     "computes in C": "9 ** 9 ** 9",
     "formats a huge number": "sys.set_int_max_str_digits(0)\nlen(str(7 ** 9_000_000))",
     "waits for a child that sleeps, by vfork": """
-# x86_64 machine code: call vfork(2), then pause(2) for ever in its child
-code = b'\\x48\\xc7\\xc0\\x3a\\x00\\x00\\x00\\x0f\\x05\\x85\\xc0\\x75\\x0b\\x48\\xc7\\xc0\\x22\\x00\\x00\\x00\\x0f\\x05\\xeb\\xf5\\xc3'
-import mmap
-page = mmap.mmap(-1, 4096, prot=7); page.write(code)
-ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+raw('clone', 0x4100 | signal.SIGCHLD, 0, 0, 0, 0)  # CLONE_VM, CLONE_VFORK
 time.sleep(1000)
 """,
     "sleeps in an atexit handler": "import atexit\natexit.register(time.sleep, 1000)",

@@ -56,14 +56,14 @@ for fd in range(5, 1024):  # a call has standard streams, the report and the out
     "a parent directory through an inherited descriptor": """
 path = "../" * 20 + HOST["file"][1:]
 for fd in (*range(1024), -100):  # -100: AT_FDCWD, the working directory
-    opened = raw(257, fd, path.encode(), os.O_RDONLY)  # openat(2)
+    opened = raw('openat', fd, path.encode(), os.O_RDONLY)
     if opened >= 0: scan(os.read(opened, 4096))
 """,
     "files by handles, without a path": """
 handle, mount_id = ctypes.create_string_buffer(struct.pack("Ii128x", 128, 0)), ctypes.c_int()
-if raw(303, -100, HOST["file"].encode(), handle, ctypes.byref(mount_id), 0) >= 0: breach("name_to_handle_at(2)")
+if raw('name_to_handle_at', -100, HOST["file"].encode(), handle, ctypes.byref(mount_id), 0) >= 0: breach("name_to_handle_at(2)")
 for inode in range(2, 12):
-    if raw(304, 0, struct.pack("IiQ", 8, 1, inode), 0) >= 0: breach(f"open_by_handle_at(2) of inode {inode}")
+    if raw('open_by_handle_at', 0, struct.pack("IiQ", 8, 1, inode), 0) >= 0: breach(f"open_by_handle_at(2) of inode {inode}")
 """,
     "a set-uid program": """
 for path in ("/bin/su", "/usr/bin/su", "/usr/bin/sudo", "/usr/bin/passwd", "/usr/bin/mount"):

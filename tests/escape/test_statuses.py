@@ -53,7 +53,7 @@ STATUS_TRICKS: dict[str, tuple[str, str]] = {
     "shrinks its output": ("for fd in range(1, 5): attempt(os.ftruncate, fd, 0)\n1/0", "error"),
     "grows its output": ("for fd in range(1, 5): attempt(os.ftruncate, fd, 2**40)\n1/0", "error"),
     "punches holes into its output": (
-        "for fd in range(1, 5): raw(285, fd, 3, 0, 4096)  # fallocate(2), FALLOC_FL_PUNCH_HOLE\n1/0",
+        "for fd in range(1, 5): raw('fallocate', fd, 3, 0, 4096)  # FALLOC_FL_PUNCH_HOLE\n1/0",
         "error",
     ),
     "seals its output": ("for fd in range(1, 5): attempt(fcntl.fcntl, fd, fcntl.F_ADD_SEALS, 15)\n1/0", "error"),

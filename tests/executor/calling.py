@@ -22,7 +22,7 @@ from sandbox import wire
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
 from sandbox.settings.server import ExecutorConfig
-from sandbox.types import Call, EncodedCall, Limits, Result, used_up_result
+from sandbox.types import Call, CellResult, EncodedCall, Limits, Result, used_up_result
 from tests.jail.jails import tree_pids
 
 DEADLINE_S = 60
@@ -93,6 +93,8 @@ class Caller:
         """Contents of its last `window` frame."""
         self.results: dict[int, Result] = {}
         """Results that no method has returned yet, by seq."""
+        self.ended_sessions: dict[str, str] = {}
+        """Reasons why sessions have ended, by id."""
         self._seqs = itertools.count(1)
         self._attempts = Attempts(max_attempts, lambda seq, encoded: self.send("calls", [[seq, encoded]]))
         self._unpacker = wire.Unpacker()
@@ -130,23 +132,29 @@ class Caller:
         data = self.gateway_sock.recv(1 << 18)
         self._unpacker.feed(data)
         for kind, content in self._unpacker:
-            if kind == "results":
-                for seq, result in content:
-                    assert seq not in self.results, "a call got two results"
-                    self.results[seq] = self._attempts.decode(seq, result)
-            elif kind == "lost":
-                for seq, reason, has_started in content:
-                    if (unavailable := self._attempts.lost(seq, reason, has_started)) is not None:
-                        self.results[seq] = unavailable
-            elif kind == "stats":
-                self.stats = content
-            elif kind == "ready":
-                self.ready = content
-            elif kind == "window":
-                self.window = content
-            else:
-                pytest.fail(f"{kind}: {content}")
+            self._keep(kind, content)
         return bool(data)
+
+    def _keep(self, kind: str, content: Any) -> None:
+        if kind == "results":
+            for seq, result in content:
+                assert seq not in self.results, "a call got two results"
+                decoded = self._attempts.decode(seq, result)
+                self.results[seq] = CellResult.decode(result) if "session" in result else decoded
+        elif kind == "lost":
+            for seq, reason, has_started in content:
+                if (unavailable := self._attempts.lost(seq, reason, has_started)) is not None:
+                    self.results[seq] = unavailable
+        elif kind == "stats":
+            self.stats = content
+        elif kind == "ready":
+            self.ready = content
+        elif kind == "session_ended":
+            self.ended_sessions[content[0]] = content[1]
+        elif kind == "window":
+            self.window = content
+        else:
+            pytest.fail(f"{kind}: {content}")
 
     def processes(self) -> list[int]:
         """Pids of the executor and all its descendants."""

@@ -150,6 +150,8 @@ class FakeZygote:
         match header["op"]:
             case "configure":
                 self.fleet.on_start(self)
+            case "start":
+                self.send_ready()
             case "spawn":
                 self.fleet.add_zygote(self.jail, socket.socket(fileno=self.fds.pop(0)))
             case "call":
@@ -159,8 +161,11 @@ class FakeZygote:
             case "kill" if header["run_id"] in self.calls:
                 self.send(ended_json(header["run_id"], exit_code=None, signal=signal.SIGKILL))
 
+    def send_loaded(self) -> None:
+        self.send(frame({"op": "loaded", "python": "3.0", "modules": ["sys"], "missing": [], "problems": []}))
+
     def send_ready(self) -> None:
-        self.send(frame({"op": "ready", "python": "3.0", "modules": ["sys"], "missing": [], "problems": []}))
+        self.send(frame({"op": "ready"}))
 
     def send_still_running(self, run_id: int, wall_ms: float) -> None:
         """Send a report with a descriptor that is no pidfd."""
@@ -266,7 +271,7 @@ class Fleet:
         self.jails: list[FakeJail] = []
         self.started: Counter[str] = Counter()
         """How often each code was started."""
-        self.on_start = FakeZygote.send_ready
+        self.on_start = FakeZygote.send_loaded
         """Called with the first zygote of each jail when the pool has configured it."""
         self._nursery = nursery
 
@@ -278,7 +283,7 @@ class Fleet:
     def add_zygote(self, jail: FakeJail, sock: socket.socket) -> None:
         zygote = FakeZygote(self, jail, sock)
         if len(jail.zygotes) > 1:
-            zygote.send_ready()
+            zygote.send_loaded()
         self._nursery.start_soon(zygote.serve)
 
     def behave(self, zygote: FakeZygote, run_id: int, code: str) -> None:

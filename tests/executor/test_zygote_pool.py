@@ -97,13 +97,13 @@ def test_the_executor_ends_if_its_zygotes_never_start(monkeypatch: pytest.Monkey
 async def test_only_missing_modules_of_the_verify_profile_are_logged_by_the_executor(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def send_ready(zygote: FakeZygote) -> None:
+    def send_loaded(zygote: FakeZygote) -> None:
         is_verify = len(zygote.fleet.zygotes) > 2  # the first two are bare and numeric
         missing = ["math_verify"] if is_verify else ["numpy"]
-        zygote.send(frame({"op": "ready", "python": "3.0", "modules": ["sys"], "missing": missing, "problems": []}))
+        zygote.send(frame({"op": "loaded", "python": "3.0", "modules": ["sys"], "missing": missing, "problems": []}))
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(FakeZygote, "send_ready", send_ready)
+    monkeypatch.setattr(FakeZygote, "send_loaded", send_loaded)
     async with driven_executor(monkeypatch, zygote_pools=1) as driver:
         assert [zygote.missing_modules for zygote in driver.executor.all_zygotes()] == [["numpy"], ["numpy"]]
         lines_before = [line for line in caplog.messages if "lacks" in line]
@@ -141,13 +141,13 @@ async def test_a_temporary_lack_of_processes_or_descriptors_does_not_end_the_exe
 async def test_a_replacement_is_ready_with_one_zygote(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    send_ready = FakeZygote.send_ready
+    send_loaded = FakeZygote.send_loaded
 
-    def send_ready_if_first(zygote: FakeZygote) -> None:
+    def send_loaded_if_first(zygote: FakeZygote) -> None:
         if zygote is zygote.fleet.zygotes[0]:
-            send_ready(zygote)
+            send_loaded(zygote)
 
-    monkeypatch.setattr(FakeZygote, "send_ready", send_ready_if_first)
+    monkeypatch.setattr(FakeZygote, "send_loaded", send_loaded_if_first)
     async with driven_executor(monkeypatch, is_replacement=True) as driver:
         assert [zygote.profile for zygote in driver.executor.all_zygotes()] == [Profile.BARE]
         (result,) = await driver.run("ok", profile=Profile.NUMERIC)
@@ -162,17 +162,17 @@ async def test_verify_calls_wait_for_their_zygote_and_delay_no_other_call(
         zygotes_before = len(driver.fleet.zygotes)
         starting: list[FakeZygote] = []
         with monkeypatch.context() as patch:
-            patch.setattr(FakeZygote, "send_ready", lambda zygote: starting.append(zygote))
+            patch.setattr(FakeZygote, "send_loaded", lambda zygote: starting.append(zygote))
             checks = driver.submit(*(f"ok 9 {n}" for n in range(20)), profile=Profile.VERIFY)
             driver.executor.cancel(checks.pop())
             await driver.run(*(f"slow 9 {n}" for n in range(20)))
             assert len(starting) == 2, "the first verify call starts one verify zygote in each pool"
         assert not any(seq in driver.results for seq in checks)
         assert driver.executor.stats()["queued"] == 20, "with the cancelled call"
-        starting[0].send_ready()
+        starting[0].send_loaded()
         await driver.wait_for(checks)
         assert {driver.results[seq].attempts for seq in checks} == {1}
-        starting[1].send_ready()
+        starting[1].send_loaded()
         assert len(driver.fleet.zygotes) == zygotes_before + 2
         await driver.run("ok", profile=Profile.VERIFY)
         driver.check_idle()
@@ -186,20 +186,20 @@ async def test_verify_calls_run_in_other_zygotes_if_theirs_fails_to_start(
     without a verdict."""
     async with driven_executor(monkeypatch) as driver:
         zygotes_before = len(driver.fleet.zygotes)
-        send_ready = FakeZygote.send_ready
-        monkeypatch.setattr(FakeZygote, "send_ready", FakeZygote.end)
+        send_loaded = FakeZygote.send_loaded
+        monkeypatch.setattr(FakeZygote, "send_loaded", FakeZygote.end)
         results = await driver.run(*(f"ok 9 {n}" for n in range(9)), profile=Profile.VERIFY)
         assert {result.status for result in results} == {Status.OK}, "fake zygotes run any code"
         assert len(driver.fleet.zygotes) >= zygotes_before + 2 * 3, "each of the two pools has tried three times"
-        monkeypatch.setattr(FakeZygote, "send_ready", send_ready)
+        monkeypatch.setattr(FakeZygote, "send_loaded", send_loaded)
         await until(lambda: all(Profile.VERIFY in pool.zygotes for pool in driver.executor.pools))
         await driver.run("die 1", profile=Profile.VERIFY)
         driver.check_idle()
 
 
 def driven_executor_with(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> Any:
-    """Start a `driven_executor`, in which `behaviour` replaces `send_ready`: it is called with the first zygote of each
-    jail."""
+    """Start a `driven_executor`, in which `behaviour` replaces `send_loaded`. It is called with the first zygote of
+    each jail."""
 
     class FailingFleet(fake_zygotes.Fleet):
         def __init__(self, *args: Any) -> None:
@@ -210,30 +210,35 @@ def driven_executor_with(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> Any
     return driven_executor(monkeypatch)
 
 
+LOADED = {"op": "loaded", "modules": [], "python": "3", "missing": [], "problems": []}
+
+
 @pytest.mark.parametrize(
-    "ready",
+    "frames",
     [
-        {"op": "ready"},
-        {"op": "ready", "modules": 5, "python": "3", "missing": []},
-        {"op": "ready", "modules": ["a", 5], "python": "3", "missing": []},
-        {"op": "ready", "modules": [], "python": {}, "missing": []},
-        {"op": "ready", "modules": [], "python": "3", "missing": {"a": 1}},
-        {"op": "ready", "modules": [], "python": "3", "missing": [[]]},
-        {"op": "ended", "modules": [], "python": "3", "missing": []},
+        [{"op": "loaded"}],
+        [{**LOADED, "modules": 5}],
+        [{**LOADED, "modules": ["a", 5]}],
+        [{**LOADED, "python": {}}],
+        [{**LOADED, "missing": {"a": 1}}],
+        [{**LOADED, "missing": [[]]}],
+        [{**LOADED, "op": "ended"}],
+        [LOADED, {"op": "ready"}],  # before `start`
+        [{"op": "ready"}],
     ],
 )
 @pytest.mark.trio
-async def test_a_zygote_with_an_invalid_ready_frame_is_restarted(
-    ready: dict[str, Any], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+async def test_a_zygote_with_an_invalid_handshake_is_restarted(
+    frames: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     async with driven_executor(monkeypatch) as driver:
         is_first = iter([True])
 
         def send_invalid_frame_first(zygote: FakeZygote) -> None:
             if next(is_first, False):
-                zygote.send(frame(ready))
+                zygote.send(b"".join(map(frame, frames)))
             else:
-                zygote.send_ready()
+                zygote.send_loaded()
 
         driver.fleet.on_start = send_invalid_frame_first  # the jails run already, so this affects only a restarted jail
         (result,) = await driver.run("kill_jail 1", profile=Profile.BARE)

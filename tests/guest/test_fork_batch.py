@@ -13,19 +13,24 @@ from pathlib import Path
 
 import pytest
 
+from sandbox.jail.syscalls import NUMBERS
 from tests.jail.jails import NO_EXECUTABLE_MEMORY, without_executable_memory
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is for x86-64")
+MACHINES = ("x86_64", "aarch64")
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in MACHINES, reason=f"the machine code is for {' and '.join(MACHINES)}"
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GUEST = REPOSITORY / "sandbox" / "guest"
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import errno, marshal, mmap, os, signal, time
-import fork_batch, wiped_memory
+import fork_batch, system_calls, wiped_memory
 from fork_batch import step
 from system_calls import CLOCK_GETTIME, CLONE, CLOSE
-UMASK, CLONE_PARENT = 95, 0x8000  # UMASK: the number of umask(2)
+UMASK = system_calls._number(95, 166)
+CLONE_PARENT = 0x8000
 batch, end = fork_batch.ForkBatch(), 0
 FORK = CLONE_PARENT if batch.has_machine_code else int(signal.SIGCHLD)
 read_fd, write_fd = os.pipe()
@@ -127,7 +132,8 @@ add(2, b"x", (UMASK, 0o11))
 run(3)
 print(texts_of_children(3))
 """
-    assert _run(code, prelude) == "['0 ok 0', '1 EBADF system call 3: Bad file descriptor 77', '2 ok 11']\n"
+    number = NUMBERS[platform.machine()]["close"]
+    assert _run(code, prelude) == f"['0 ok 0', '1 EBADF system call {number}: Bad file descriptor 77', '2 ok 11']\n"
 
 
 def test_a_failed_fork_is_reported_and_the_others_continue(prelude: str) -> None:
@@ -173,14 +179,14 @@ for line in open("/proc/self/maps"):
 def test_a_large_record_comes_from_a_descriptor(prelude: str) -> None:
     code = """
 import output_files
-from system_calls import DUP2
+from system_calls import DUP3
 header, body = marshal.dumps("large"), b"long" * wiped_memory.USUAL_BYTES
 def call():
     own, found = batch.own_call()
     finish(f"{own} {found == body} {len(found)}")
 start()
 fd = output_files.input_file(memoryview(header + body))
-steps = step(CLOCK_GETTIME, 1, batch.time_addresses[0]) + step(CLONE, FORK) + step(DUP2, fd, fork_batch.RECORD_FD)
+steps = step(CLOCK_GETTIME, 1, batch.time_addresses[0]) + step(CLONE, FORK) + step(DUP3, fd, fork_batch.RECORD_FD)
 batch.add(0, memoryview(b""), len(header), steps, [0, 0])
 run(1)
 print(texts_of_children(1))
@@ -209,10 +215,11 @@ except ChildProcessError as error: print(error)
     assert _run(code) == "the template has ended\n"
 
 
-def test_the_machine_code_equals_its_assembled_source() -> None:
-    for program in ("make", "as", "objcopy"):
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_machine_code_equals_its_assembled_source(machine: str) -> None:
+    for program in ("make", f"{machine}-linux-gnu-as", f"{machine}-linux-gnu-objcopy"):
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")
-    command = ["make", "--silent", "--no-print-directory", "-C", str(REPOSITORY), "machine-code"]
+    command = ["make", "--silent", "--no-print-directory", "-C", str(REPOSITORY), "machine-code", f"MACHINE={machine}"]
     assembled = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert _run("print(fork_batch._MACHINE_CODE.hex())").strip() == "".join(assembled.split())
+    assert _run(f"print(fork_batch._MACHINE_CODE[{machine!r}])").strip() == "".join(assembled.split())

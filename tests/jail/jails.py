@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from sandbox.jail import Interpreter, JailSpec, Level, bpf, launch_argv, scratch_parent_dir, seccomp
+from sandbox.jail.syscalls import NUMBERS
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 30
@@ -46,13 +47,13 @@ def _write_execute_filter() -> bytes:
     It refuses mprotect(2) with PROT_EXEC, and mmap(2) of memory that is both writable and executable.
     """
     number, rights = 0, 32  # offsets in seccomp_data: the number, and the low half of the third argument
-    mmap_, mprotect = 9, 10
+    numbers = NUMBERS[os.uname().machine]
     executable, writable_and_executable = 0b100, 0b110
     return bpf.assemble(
         [
             bpf.Instruction(bpf.LOAD, number),
-            bpf.Instruction(bpf.IF_EQUAL, mprotect, yes="mprotect"),
-            bpf.Instruction(bpf.IF_EQUAL, mmap_, no="allow"),
+            bpf.Instruction(bpf.IF_EQUAL, numbers["mprotect"], yes="mprotect"),
+            bpf.Instruction(bpf.IF_EQUAL, numbers["mmap"], no="allow"),
             bpf.Instruction(bpf.LOAD, rights),
             bpf.Instruction(bpf.AND, writable_and_executable),
             bpf.Instruction(bpf.IF_EQUAL, writable_and_executable, yes="refuse", no="allow"),

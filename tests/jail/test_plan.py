@@ -62,6 +62,7 @@ def test_plan_is_json_with_all_steps(level: Level) -> None:
     assert b64decode(plan.pop("zygote_filter")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
     assert b64decode(plan.pop("call_filter")) == seccomp.program(seccomp.FilterKind.NAMED_SOCKETS_ON_TOP)
     assert b64decode(plan.pop("loopback_filter")) == seccomp.program(seccomp.FilterKind.LOOPBACK_ON_TOP)
+    assert b64decode(plan.pop("session_filter")) == seccomp.program(seccomp.FilterKind.SESSION_ON_TOP)
     assert plan == {
         "pid_namespace": True,
         "slot_networks": True,
@@ -86,14 +87,9 @@ def test_calls_that_see_directories_of_the_operator_have_no_named_sockets(level:
 
 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES, Level.LANDLOCK])
-def test_machine_code_is_never_used_on_other_machines_than_x86_64(
-    level: Level, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Zygotes use machine code at all levels but `none` (`guest/fork_batch.py`). At these levels, other machines
-    already fail to make the plan."""
-    monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="aarch64"))
-    seccomp.program.cache_clear()
-    with pytest.raises(IsolationError, match="expected an x86_64 machine"):
+def test_a_machine_without_a_seccomp_policy_has_no_plan(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="riscv64"))
+    with pytest.raises(IsolationError, match=r"policy is written \(x86_64, aarch64\), got riscv64; use"):
         confinement_plan(spec(level, scratch_root="/scratch" if level is Level.LANDLOCK else None))
 
 

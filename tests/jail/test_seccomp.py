@@ -20,10 +20,13 @@ from hypothesis import strategies as st
 from sandbox.guest.protocol import MAX_BACKLOG
 from sandbox.jail import bpf, seccomp
 from sandbox.jail.seccomp import FilterKind
-from sandbox.jail.syscalls import X86_64
+from sandbox.jail.syscalls import NUMBERS
 from tests.jail.jails import find_python_minor
 
-pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the policy is written for x86_64")
+MACHINE = os.uname().machine
+pytestmark = pytest.mark.skipif(MACHINE not in NUMBERS, reason=f"the policy is written for {', '.join(NUMBERS)}")
+OWN_NUMBERS = NUMBERS.get(MACHINE, {})
+every_machine = pytest.mark.parametrize("machine", NUMBERS)
 
 # 1031: F_SETPIPE_SZ, with sizes around its bound
 checked_values = {1031, seccomp.PIPE_BYTES, seccomp.PIPE_BYTES + 1, MAX_BACKLOG, MAX_BACKLOG + 1} | {
@@ -41,12 +44,10 @@ registers = st.lists(words, min_size=6, max_size=6)
 
 
 def evaluate(
-    number: int, arguments: Sequence[int], arch: int = seccomp.ARCH_X86_64, kind: FilterKind = FilterKind.NAMESPACED
+    number: int, arguments: Sequence[int], machine: str = MACHINE, kind: FilterKind = FilterKind.NAMESPACED
 ) -> int:
     """Return the policy's result for a system call with these six registers of 64 bits, in the simplest way."""
-    if arch != seccomp.ARCH_X86_64 or number >= seccomp.X32_BIT:
-        return seccomp.ENOSYS
-    return evaluate_rule(seccomp.rule_for(number, kind), arguments)
+    return evaluate_rule(seccomp.rule_for(number, machine, kind), arguments)
 
 
 def evaluate_rule(rule: seccomp.SyscallRule, arguments: Sequence[int]) -> int:
@@ -67,8 +68,11 @@ def evaluate_rule(rule: seccomp.SyscallRule, arguments: Sequence[int]) -> int:
     return seccomp.ALLOW
 
 
-def emulate(program: bytes, number: int, arguments: Sequence[int], arch: int = seccomp.ARCH_X86_64) -> tuple[int, int]:
+def emulate(
+    program: bytes, number: int, arguments: Sequence[int], machine: str = MACHINE, arch: int | None = None
+) -> tuple[int, int]:
     """Run a program as the kernel's BPF machine does. Returns its result and the number of instructions run."""
+    arch = seccomp.AUDIT_ARCHS[machine] if arch is None else arch
     data = struct.pack("<IIQ6Q", number, arch, 0, *arguments)  # struct seccomp_data
     instructions = list(struct.iter_unpack("<HBBI", program))
     accumulator, index, steps = 0, 0, 0
@@ -90,41 +94,65 @@ def emulate(program: bytes, number: int, arguments: Sequence[int], arch: int = s
                 raise AssertionError(f"instruction {operation:#x} is not one of sandbox.jail.bpf")
 
 
-@given(registers)
-def test_program_equals_the_policy_for_every_number(arguments: list[int]) -> None:
-    program = seccomp.program()
+@every_machine
+@given(arguments=registers)
+def test_program_equals_the_policy_for_every_number(machine: str, arguments: list[int]) -> None:
+    program = seccomp.compile_program(FilterKind.NAMESPACED, machine)
     for number in range(1024):
-        assert emulate(program, number, arguments)[0] == evaluate(number, arguments), number
+        assert emulate(program, number, arguments, machine)[0] == evaluate(number, arguments, machine), number
 
 
-@given(st.sampled_from(sorted(seccomp._CHECKED_ARGUMENTS)), registers)
-def test_program_equals_the_policy_for_checked_arguments(name: str, arguments: list[int]) -> None:
-    number = X86_64[name]
-    assert emulate(seccomp.program(), number, arguments)[0] == evaluate(number, arguments)
+@every_machine
+@given(name=st.sampled_from(sorted(seccomp._CHECKED_ARGUMENTS)), arguments=registers)
+def test_program_equals_the_policy_for_checked_arguments(machine: str, name: str, arguments: list[int]) -> None:
+    number = NUMBERS[machine][name]
+    program = seccomp.compile_program(FilterKind.NAMESPACED, machine)
+    assert emulate(program, number, arguments, machine)[0] == evaluate(number, arguments, machine)
+
+
+@every_machine
+@pytest.mark.parametrize("kind", list(FilterKind))
+@given(arguments=registers)
+@settings(max_examples=20)
+def test_every_program_equals_its_policy(machine: str, kind: FilterKind, arguments: list[int]) -> None:
+    program = seccomp.compile_program(kind, machine)
+    for number in range(512):
+        result = emulate(program, number, arguments, machine)[0]
+        assert result == evaluate(number, arguments, machine, kind), number
 
 
 @pytest.mark.parametrize("kind", list(FilterKind))
 @given(arguments=registers)
 @settings(max_examples=20)
-def test_every_program_equals_its_policy(kind: FilterKind, arguments: list[int]) -> None:
-    for number in range(512):
-        result = emulate(seccomp.program(kind), number, arguments)[0]
-        assert result == evaluate(number, arguments, kind=kind), number
+def test_the_programs_of_all_machines_give_a_system_call_the_same_result(
+    kind: FilterKind, arguments: list[int]
+) -> None:
+    """No machine has a weaker policy. The policy of a machine without fork(2) has no rule for its number."""
+    for name in NUMBERS["x86_64"].keys() & NUMBERS["aarch64"].keys():
+        results = {
+            machine: emulate(seccomp.compile_program(kind, machine), numbers[name], arguments, machine)[0]
+            for machine, numbers in NUMBERS.items()
+        }
+        assert len({*results.values()}) == 1, (name, results)
 
 
+@every_machine
 @pytest.mark.parametrize("kind", seccomp.ON_TOP)
 @given(arguments=registers)
-def test_zygote_filter_and_call_filter_together_equal_the_policy(kind: FilterKind, arguments: list[int]) -> None:
-    policy = {X86_64[name]: rule for name, rule in {**seccomp.CALL_POLICY, **seccomp.ON_TOP[kind]}.items()}
+def test_zygote_filter_and_call_filter_together_equal_the_policy(
+    machine: str, kind: FilterKind, arguments: list[int]
+) -> None:
+    names = {number: name for name, number in NUMBERS[machine].items()}
+    policy = {**seccomp.CALL_POLICY, **seccomp.ON_TOP[kind]}
     for number in range(512):
-        zygote_result = evaluate(number, arguments, kind=FilterKind.ZYGOTE)
-        call_result = evaluate(number, arguments, kind=kind)
+        zygote_result = evaluate(number, arguments, machine, FilterKind.ZYGOTE)
+        call_result = evaluate(number, arguments, machine, kind)
         result = min(zygote_result, call_result)  # the kernel takes the lower one: all refusals are below ALLOW
         if {zygote_result, call_result} == {seccomp.ENOSYS, seccomp.EPERM}:
             result = (
                 call_result  # both refuse with an errno: the kernel takes the errno of the filter that was loaded last
             )
-        expected = policy.get(number, seccomp.rule_for(number))
+        expected = policy.get(names.get(number, ""), seccomp.rule_for(number, machine))
         assert result == evaluate_rule(expected, arguments), number
 
 
@@ -133,13 +161,19 @@ def test_the_filter_that_each_call_loads_is_small(kind: FilterKind) -> None:
     assert len(seccomp.program(kind)) < len(seccomp.program()) / 2
 
 
+@every_machine
 @pytest.mark.parametrize("kind", [FilterKind.NAMESPACED, FilterKind.ZYGOTE])
-def test_ipc_and_uts_calls_are_refused(kind: FilterKind) -> None:
+def test_ipc_and_uts_calls_are_refused(machine: str, kind: FilterKind) -> None:
     """A call must not leave a message for another call in the IPC namespace or the UTS namespace."""
-    names = [name for name in X86_64 if name.startswith(("shm", "sem", "msg", "mq_", "sethostname", "setdomainname"))]
+    names = [
+        name
+        for name in NUMBERS[machine]
+        if name.startswith(("shm", "sem", "msg", "mq_", "sethostname", "setdomainname"))
+    ]
     assert len(names) == 20  # fails if a prefix no longer matches
     for name in names:
-        assert emulate(seccomp.program(kind), X86_64[name], [0] * 6)[0] == seccomp.EPERM
+        program = seccomp.compile_program(kind, machine)
+        assert emulate(program, NUMBERS[machine][name], [0] * 6, machine)[0] == seccomp.EPERM
 
 
 OWN_PID, OTHER_PID = seccomp.OWN_PID, 1
@@ -162,46 +196,65 @@ SHARED_UID_RULES: list[tuple[str, tuple[int, ...], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "is_allowed"), SHARED_UID_RULES)
+@pytest.mark.parametrize(
+    ("machine", "name", "arguments", "is_allowed"),
+    [(machine, *rule) for machine in NUMBERS for rule in SHARED_UID_RULES if rule[0] in NUMBERS[machine]],
+)
 def test_a_call_with_the_servers_uid_reaches_only_itself(
-    name: str, arguments: tuple[int, ...], is_allowed: bool
+    machine: str, name: str, arguments: tuple[int, ...], is_allowed: bool
 ) -> None:
     registers = [argument & 2**64 - 1 for argument in (*arguments, *(0,) * 6)][:6]
-    result = evaluate(X86_64[name], registers, kind=FilterKind.SHARED_UID)
+    result = evaluate(NUMBERS[machine][name], registers, machine, FilterKind.SHARED_UID)
     assert result == (seccomp.ALLOW if is_allowed else seccomp.EPERM)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), registers)
-def test_other_architectures_and_x32_fail_with_enosys(number: int, arch: int, arguments: list[int]) -> None:
-    program = seccomp.program()
-    assert emulate(program, number, arguments, arch)[0] == evaluate(number, arguments, arch)
-    assert emulate(program, number | seccomp.X32_BIT, arguments)[0] == seccomp.ENOSYS
-    if arch != seccomp.ARCH_X86_64:
-        assert emulate(program, number, arguments, arch)[0] == seccomp.ENOSYS
+OTHER_ENTRIES = (0x40000003, 0x40000028, *seccomp.AUDIT_ARCHS.values())
+"""AUDIT_ARCH_I386 and AUDIT_ARCH_ARM, the entries of 32-bit programs, and the 64-bit entries of both machines."""
 
 
-def test_the_filter_program_decides_in_few_instructions_for_every_system_call() -> None:
-    steps = [emulate(seccomp.program(), number, (0,) * 6)[1] for number in range(512)]
-    # The start takes 3 instructions, the search in 103 ranges at most 7, and the longest check of arguments 9.
+@every_machine
+@given(
+    number=st.integers(0, 2**32 - 1),
+    arch=st.sampled_from(OTHER_ENTRIES) | st.integers(0, 2**32 - 1),
+    arguments=registers,
+)
+def test_other_architectures_and_x32_fail_with_enosys(
+    machine: str, number: int, arch: int, arguments: list[int]
+) -> None:
+    program = seccomp.compile_program(FilterKind.NAMESPACED, machine)
+    assert emulate(program, number | seccomp.X32_BIT, arguments, machine)[0] == seccomp.ENOSYS
+    if arch != seccomp.AUDIT_ARCHS[machine]:
+        assert emulate(program, number, arguments, machine, arch)[0] == seccomp.ENOSYS
+
+
+@every_machine
+def test_the_filter_program_decides_in_few_instructions_for_every_system_call(machine: str) -> None:
+    program = seccomp.compile_program(FilterKind.NAMESPACED, machine)
+    steps = [emulate(program, number, (0,) * 6, machine)[1] for number in range(512)]
+    # The start takes 3 instructions, the search in at most 112 ranges at most 7, and the longest check of arguments 9.
     assert max(steps) <= 3 + 7 + 9
 
 
 def test_policy_names_existing_system_calls_only() -> None:
-    assert seccomp.CALL_POLICY.keys() <= X86_64.keys()
-    assert (X86_64["read"], X86_64["rseq"], X86_64["pidfd_send_signal"], X86_64["file_setattr"]) == (0, 334, 424, 469)
+    assert seccomp.CALL_POLICY.keys() <= NUMBERS["x86_64"].keys()
+
+
+DANGEROUS = """
+    ptrace process_vm_readv process_vm_writev mount umount2 unshare setns pivot_root chroot bpf perf_event_open
+    userfaultfd io_uring_setup io_uring_enter keyctl add_key request_key kexec_load init_module finit_module
+    connect bind listen accept accept4 setsockopt memfd_create memfd_secret pidfd_getfd open_by_handle_at shmget
+    semget msgget mq_open setfsuid setgroups capset fanotify_init inotify_init1 clock_settime splice vmsplice tee
+    sendfile sync syncfs move_mount open_tree fsopen mount_setattr seccomp personality modify_ldt kcmp syslog
+    quotactl swapon reboot sched_setscheduler setpriority process_madvise iopl io_submit
+"""
 
 
 @pytest.mark.parametrize(
-    "name",
-    """ptrace process_vm_readv process_vm_writev mount umount2 unshare setns pivot_root chroot bpf perf_event_open
-    userfaultfd io_uring_setup io_uring_enter keyctl add_key request_key kexec_load init_module finit_module
-    connect bind listen accept accept4 setsockopt memfd_create memfd_secret pidfd_getfd open_by_handle_at shmget semget
-    msgget mq_open setfsuid setgroups capset fanotify_init inotify_init1 clock_settime splice vmsplice
-    tee sendfile sync syncfs move_mount open_tree fsopen mount_setattr seccomp personality modify_ldt kcmp syslog
-    quotactl swapon reboot sched_setscheduler setpriority process_madvise iopl io_submit""".split(),  # noqa: SIM905
+    ("machine", "name"),
+    [(machine, name) for machine in NUMBERS for name in DANGEROUS.split() if name in NUMBERS[machine]],
 )
-def test_dangerous_system_call_is_refused(name: str) -> None:
-    assert seccomp.rule_for(X86_64[name]) == seccomp.EPERM
+def test_dangerous_system_call_is_refused(machine: str, name: str) -> None:
+    assert seccomp.rule_for(NUMBERS[machine][name], machine) == seccomp.EPERM
 
 
 def run_under_filter(python: str | Path, code: str, directory: Path) -> subprocess.CompletedProcess[str]:
@@ -384,17 +437,17 @@ def test_new_user_namespaces_are_refused_by_every_system_call(tmp_path: Path) ->
     new_user, child_signal = 0x10000000, 17  # CLONE_NEWUSER, SIGCHLD; clone ignores the bit 1 << 40
     code = f"""
 import errno
-assert raw({X86_64["unshare"]}, {new_user}) == errno.EPERM
-assert raw({X86_64["clone"]}, {new_user | child_signal}, 0, 0, 0, 0) == errno.EPERM
-assert raw({X86_64["clone"]}, {1 << 40 | new_user | child_signal}, 0, 0, 0, 0) == errno.EPERM
-assert raw({X86_64["clone3"]}, 0, 0) == errno.ENOSYS
+assert raw({OWN_NUMBERS["unshare"]}, {new_user}) == errno.EPERM
+assert raw({OWN_NUMBERS["clone"]}, {new_user | child_signal}, 0, 0, 0, 0) == errno.EPERM
+assert raw({OWN_NUMBERS["clone"]}, {1 << 40 | new_user | child_signal}, 0, 0, 0, 0) == errno.EPERM
+assert raw({OWN_NUMBERS["clone3"]}, 0, 0) == errno.ENOSYS
 """
     run = run_under_filter(sys.executable, code, tmp_path)
     assert run.returncode == 0, run.stderr
 
 
 def test_x32_system_call_fails_with_enosys(tmp_path: Path) -> None:
-    code = f"import errno; assert raw({seccomp.X32_BIT | X86_64['getpid']}) == errno.ENOSYS"
+    code = f"import errno; assert raw({seccomp.X32_BIT | OWN_NUMBERS['getpid']}) == errno.ENOSYS"
     run = run_under_filter(sys.executable, code, tmp_path)
     assert run.returncode == 0, run.stderr
 
@@ -419,18 +472,18 @@ ADVICE_OF_READS: list[tuple[str, int, int, int]] = [
 def test_no_call_learns_or_changes_what_is_in_the_page_cache(name: str, index: int, value: int, expected: int) -> None:
     registers = [0] * 6
     registers[index] = value
-    assert emulate(seccomp.program(), X86_64[name], registers)[0] == expected
+    assert emulate(seccomp.program(), OWN_NUMBERS[name], registers)[0] == expected
 
 
 @pytest.mark.parametrize("command", [6, 7, 37, 38])  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 def test_the_filter_refuses_every_call_that_locks_a_file(command: int) -> None:
-    assert emulate(seccomp.program(), X86_64["fcntl"], [0, command, 0, 0, 0, 0])[0] != seccomp.ALLOW
-    assert emulate(seccomp.program(), X86_64["flock"], [0] * 6)[0] == seccomp.ENOSYS
+    assert emulate(seccomp.program(), OWN_NUMBERS["fcntl"], [0, command, 0, 0, 0, 0])[0] != seccomp.ALLOW
+    assert emulate(seccomp.program(), OWN_NUMBERS["flock"], [0] * 6)[0] == seccomp.ENOSYS
 
 
 @pytest.mark.parametrize(
     ("size", "is_allowed"), [(4096, True), (1 << 16, True), ((1 << 16) + 1, False), (1 << 20, False)]
 )
 def test_a_pipe_can_shrink_and_not_grow(size: int, is_allowed: bool) -> None:
-    result = emulate(seccomp.program(), X86_64["fcntl"], [0, 1031, size, 0, 0, 0])[0]  # F_SETPIPE_SZ
+    result = emulate(seccomp.program(), OWN_NUMBERS["fcntl"], [0, 1031, size, 0, 0, 0])[0]  # F_SETPIPE_SZ
     assert result == (seccomp.ALLOW if is_allowed else seccomp.EPERM)

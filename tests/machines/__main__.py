@@ -19,13 +19,10 @@ from typing import Any
 from bench.harness import arguments
 from tests.machines import guest, image, report
 
-MACHINES = {f"{version}-{set_up}": (version, set_up) for version in image.KERNEL_RELEASES for set_up in guest.SET_UPS}
+MACHINES = {f"{version}-{set_up}": (version, set_up) for version in image.KERNELS for set_up in guest.SET_UPS}
 """By name: the version of the kernel and the set-up."""
-QEMU = """
-nice -n 10 qemu-system-x86_64 -machine q35 -cpu max -smp 2 -m 2G -nodefaults -no-reboot -display none
--device nvme,drive=root,serial=root
-"""
-BOOT_OPTIONS = "root=/dev/nvme0n1 rw console=ttyS0 quiet nowatchdog mitigations=off"
+QEMU = "-smp 2 -m 2G -nodefaults -no-reboot -display none -device nvme,drive=root,serial=root"
+BOOT_OPTIONS = "root=/dev/nvme0n1 rw quiet nowatchdog mitigations=off"
 """Options of the kernel. Mitigations of the processor's faults would make the emulation several times slower."""
 EMULATION = "tcg,thread=multi,tb-size=1024"
 END_OF_CONSOLE_CHARS = 300
@@ -36,20 +33,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.machines", description="Tries the server in virtual machines."
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/machines"), help="directory for images, 5 GB")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/machines"), help="directory for images, 5 GB each")
     parser.add_argument("--machines", type=_names_of(MACHINES), default=[*MACHINES], metavar="NAMES")
     parser.add_argument("--parts", type=_names_of(guest.PARTS), default=[*guest.PARTS], metavar="NAMES")
     parser.add_argument("--calls", type=arguments.count, default=2000, help="calls of the mix (default: 2000)")
     parser.add_argument("--accel", default=EMULATION, help="kvm where this host has it (default: emulated cores)")
     parser.add_argument("--timeout-s", type=float, default=7200, help="seconds for one machine (default: 7200)")
     args = parser.parse_args(argv)
-    disk, kernels = image.build(args.work, dict.fromkeys(MACHINES[name][0] for name in args.machines))
+    versions = dict.fromkeys(MACHINES[name][0] for name in args.machines)
+    images = {}
+    for architecture in dict.fromkeys(image.KERNELS[version].architecture for version in versions):
+        own_versions = [version for version in versions if image.KERNELS[version].architecture is architecture]
+        images[architecture] = image.build(args.work / architecture.name, architecture, own_versions)
     holds = True
     for name in args.machines:
         version, set_up = MACHINES[name]
+        architecture = image.KERNELS[version].architecture
+        disk, kernels = images[architecture]
         words = [f"set_up={set_up}", f"parts={','.join(args.parts)}", f"calls={args.calls}"]
         options = " ".join([*words, guest.KERNEL_OPTIONS.get(set_up, "")])
-        row = boot(args.work / name, disk, kernels[version], options, args.accel, args.timeout_s)
+        row = boot(args.work / name, architecture, disk, kernels[version], options, args.accel, args.timeout_s)
         row = {"version": version, "set_up": set_up, **row}
         print(json.dumps({name: row}), flush=True)
         report.write_row(name, row)
@@ -58,22 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if holds else 1
 
 
-def boot(log: Path, disk: Path, kernel: Path, options: str, accel: str, timeout_s: float) -> dict[str, Any]:
+def boot(
+    log: Path,
+    architecture: image.Architecture,
+    disk: Path,
+    kernel: Path,
+    options: str,
+    accel: str,
+    timeout_s: float,
+) -> dict[str, Any]:
     """Boot one machine and wait for its end. Return its row, or a row with the problem."""
     log.mkdir(exist_ok=True)
     console, output = log / "console.log", log / "output.log"
-    command = [
-        *QEMU.split(),
-        "-accel",
-        accel,
-        "-serial",
-        f"file:{console}",
-        "-serial",
-        f"file:{output}",
-        "-kernel",
-        str(kernel),
-    ]
-    command += ["-append", f"{BOOT_OPTIONS} {options}"]
+    command = ["nice", "-n", "10", *architecture.qemu.split(), *QEMU.split(), "-accel", accel]
+    command += ["-serial", f"file:{console}", "-chardev", f"file,id=output,path={output}"]
+    command += ["-device", f"{architecture.serial_device},chardev=output", "-kernel", str(kernel)]
+    command += ["-append", f"{BOOT_OPTIONS} console={architecture.console} {options}"]
     command += ["-drive", f"file={disk},format=raw,if=none,id=root,snapshot=on,cache=unsafe"]
     problem = ""
     with subprocess.Popen(command, stdin=subprocess.DEVNULL) as qemu:

@@ -47,9 +47,12 @@ from importlib import import_module
 from bench.servers import server_under_test, service
 bench = import_module(f"bench.{sys.argv[1]}")
 bench.MAX_S = server_under_test.READY_TIMEOUT_S = service.START_TIMEOUT_S = 1800
+bench.TIMEOUT_S = 300
 raise SystemExit(bench.main(sys.argv[2:]))
 """
-"""Runs a benchmark that gives the server more time to start, since the cores of a machine may be emulated."""
+"""Runs a benchmark that gives the server and its calls more time, since the cores of a machine may be emulated."""
+MAX_AGREEMENT_CALLS = 200
+"""Each call also runs in an interpreter of its own, and most of them import SymPy."""
 Row = dict[str, Any]
 
 
@@ -110,14 +113,19 @@ def kills(row: Row, calls: int) -> Row:
 
 def _checked_calls(calls: int, kill_every_s: float) -> Row:
     options = ["--calls", str(calls), "--kill-every", str(kill_every_s), "--executors", "1", "--in-flight", "64"]
-    result = _bench("chaos", *options)
+    result = _bench("chaos", "--stdlib-only", *options)
     counts = {name: result[name] for name in ("calls", "lost", "doubled", "mismatched", "unavailable", "leftovers")}
     return {**counts, "kills": sum(result["kills"].values())}
 
 
 def invariance(_row: Row, _calls: int) -> Row:
-    result = _bench("invariance", "--loops", "2")
+    result = _bench("invariance", "--stdlib-only", "--loops", "2")
     return {name: result[name] for name in ("calls", "changed", "misjudged", "unstable")}
+
+
+def agreement(_row: Row, calls: int) -> Row:
+    result = _bench("agreement", "--n", str(min(calls, MAX_AGREEMENT_CALLS)))
+    return {name: result[name] for name in ("calls", "differences", "unstable")}
 
 
 def escape(row: Row, _calls: int) -> Row:
@@ -126,6 +134,10 @@ def escape(row: Row, _calls: int) -> Row:
 
 def cgroups(_row: Row, _calls: int) -> Row:
     return _tests("tests/executor/test_cgroups.py", "tests/jail/test_cgroup_tree.py")
+
+
+def jail(_row: Row, _calls: int) -> Row:
+    return _tests("tests/jail", "tests/guest/test_fork_batch.py", "tests/guest/test_confine.py")
 
 
 def unit(_row: Row, _calls: int) -> Row:
@@ -137,15 +149,17 @@ PARTS: Mapping[str, Callable[[Row, int], Row]] = {
     "mix": mix,
     "kills": kills,
     "cgroups": cgroups,
+    "jail": jail,
     "unit": unit,
     "escape": escape,
     "invariance": invariance,
+    "agreement": agreement,
 }
 
 
 def _bench(name: str, *arguments: str) -> Row:
-    """Return the result of a benchmark, with calls of the standard library only: the others take minutes to start."""
-    output = _python("-c", PATIENT_BENCH, name, *arguments, "--stdlib-only", "--json")
+    """Return the result of a benchmark."""
+    output = _python("-c", PATIENT_BENCH, name, *arguments, "--json")
     return dict(json.loads(output.splitlines()[-1]))
 
 

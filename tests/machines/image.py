@@ -12,20 +12,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.machines.guest import USER
 
 REPOSITORY = Path(__file__).parents[2]
 MIRROR = "http://deb.debian.org/debian"
 RELEASE = "bookworm"
-KERNEL_RELEASES = {"5.10": "bullseye", "6.1": "bookworm", "6.12": "trixie"}
-"""By version: the release of Debian that has this kernel."""
 PACKAGES = (
     "systemd,systemd-sysv,dbus,dbus-user-session,libpam-systemd,uidmap,kmod,procps,iproute2,libcap2-bin,ca-certificates,"
     "python3,python3-venv"
 )
-PROGRAMS = ("debootstrap", "mke2fs", "qemu-system-x86_64")
+PROGRAMS = ("debootstrap", "mke2fs")
 IMAGE_SIZE = "4G"
 NOT_INSTALLED = (
     *("contourpy", "gradio-client", "grpcio", "hf-xet", "jsonschema-rs", "kubernetes-validate", "matplotlib", "mypy"),
@@ -39,7 +39,7 @@ After=multi-user.target
 [Service]
 Type=exec
 WorkingDirectory=/src
-StandardOutput=file:/dev/ttyS1
+StandardOutput=file:/dev/{serial_port}
 StandardError=inherit
 ExecStart=/opt/rstar-sandbox/bin/python -m tests.machines.guest
 ExecStopPost=/usr/bin/systemctl reboot --force --force
@@ -54,7 +54,7 @@ $pip --requirement /src/requirements/runtime.txt
 awk '/^[a-z]/ {{skip = /^({"|".join(NOT_INSTALLED)})==/}} !skip' /src/requirements/test.txt >/tmp/test.txt
 $pip --requirement /tmp/test.txt
 useradd --create-home {USER}
-systemctl mask getty.target serial-getty@ttyS0.service systemd-timesyncd.service
+systemctl mask getty.target serial-getty@ttyS0.service serial-getty@ttyAMA0.service systemd-timesyncd.service
 systemctl enable machine.service
 """
 INSTALL_PROJECT = """
@@ -69,22 +69,68 @@ test -x /opt/runtime/bin/python || /opt/rstar-sandbox/bin/rstar-sandbox runtime 
 """
 
 
-def build(work: Path, versions: Iterable[str]) -> tuple[Path, dict[str, Path]]:
-    """Return the image of the root file system, and for each version the file of its kernel."""
-    if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
+@dataclass(frozen=True)
+class Architecture:
+    """What the machines of an architecture differ in. Serial ports have Linux's names."""
+
+    name: str
+    """Debian's name of the architecture."""
+    qemu: str
+    """The emulator, with its kind of machine and of processor."""
+    packages: str
+    """The packages of the emulator, and those by which this host runs the programs of a foreign root."""
+    console: str
+    serial_port: str
+    """The serial port for the output of the tests."""
+    serial_device: str
+    """QEMU's name of its device."""
+
+
+class Kernel(NamedTuple):
+    release: str
+    """The release of Debian that has this kernel."""
+    architecture: Architecture
+
+
+_AMD64 = Architecture(
+    "amd64", "qemu-system-x86_64 -machine q35 -cpu max", "qemu-system-x86", "ttyS0", "ttyS1", "isa-serial"
+)
+_ARM64 = Architecture(
+    name="arm64",
+    qemu="qemu-system-aarch64 -machine virt -cpu neoverse-n1",
+    packages="qemu-system-arm qemu-user-static binfmt-support",
+    console="ttyAMA0",
+    serial_port="ttyS0",
+    serial_device="pci-serial",
+)
+KERNELS = {
+    "5.10": Kernel("bullseye", _AMD64),
+    "6.1": Kernel("bookworm", _AMD64),
+    "6.12": Kernel("trixie", _AMD64),
+    "6.1-arm64": Kernel("bookworm", _ARM64),
+    "6.12-arm64": Kernel("trixie", _ARM64),
+}
+"""By version."""
+
+
+def build(work: Path, architecture: Architecture, versions: Iterable[str]) -> tuple[Path, dict[str, Path]]:
+    """Return the image of an architecture's root file system, and for each version the file of its kernel."""
+    programs = (*PROGRAMS, architecture.qemu.split()[0])
+    if missing := [name for name in programs if shutil.which(name) is None]:
         sys.exit(
-            f"machines: expected the programs {', '.join(PROGRAMS)}; install {', '.join(missing)} "
-            "(apt-get install debootstrap e2fsprogs qemu-system-x86)"
+            f"machines: expected the programs {', '.join(programs)}; install {', '.join(missing)} "
+            f"(apt-get install debootstrap e2fsprogs {architecture.packages})"
         )
     work.mkdir(parents=True, exist_ok=True)
     root = work / "root"
     if not (work / "complete").exists():
         shutil.rmtree(root, ignore_errors=True)
-        _log("debootstrap")
-        _run("debootstrap", "--variant=minbase", f"--include={PACKAGES}", RELEASE, str(root), MIRROR)
+        _log(f"debootstrap of {architecture.name}")
+        options = [f"--arch={architecture.name}", "--variant=minbase", f"--include={PACKAGES}"]
+        _run("debootstrap", *options, RELEASE, str(root), MIRROR)
         _prepare_network(root)
         _copy_project(root)
-        (root / "etc/systemd/system/machine.service").write_text(UNIT)
+        (root / "etc/systemd/system/machine.service").write_text(UNIT.format(serial_port=architecture.serial_port))
         (root / "etc/hostname").write_text("machine\n")
         _log("packages")
         _in_root(root, INSTALL_PACKAGES)
@@ -101,7 +147,7 @@ def build(work: Path, versions: Iterable[str]) -> tuple[Path, dict[str, Path]]:
 
 def _prepare_network(root: Path) -> None:
     """Give programs in the root the sources of all kernels, and the resolver and certificates of this host."""
-    releases = dict.fromkeys([RELEASE, *KERNEL_RELEASES.values()])
+    releases = dict.fromkeys([RELEASE, *(kernel.release for kernel in KERNELS.values())])
     (root / "etc/apt/sources.list").write_text("".join(f"deb {MIRROR} {release} main\n" for release in releases))
     for name in ("etc/resolv.conf", "etc/ssl/certs/ca-certificates.crt", "etc/pip.conf"):
         if Path("/", name).exists():
@@ -126,7 +172,8 @@ def _kernel(work: Path, root: Path, version: str) -> Path:
     directory = work / f"linux-{version}"
     if not directory.exists():
         _log(f"Linux {version}")
-        pattern = f"^linux-image-{re.escape(version)}[.].*-cloud-amd64$"
+        number = re.escape(version.partition("-")[0])
+        pattern = f"^linux-image-{number}[.].*-cloud-{KERNELS[version].architecture.name}$"
         found = _in_root(root, f"apt-cache search --names-only '{pattern}'")
         names = [line.split()[0] for line in found.splitlines()]
         newest = max(names, key=lambda name: [*map(int, re.findall(r"\d+", name))])

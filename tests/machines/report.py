@@ -21,10 +21,14 @@ HEAD = """\
 This command boots Debian's kernels in virtual machines, one after another, and tries the server in each of them. Each
 machine prints its results. They are in `tests/machines/rows.json`, from which the table below is generated. Each
 machine has 2 cores, 2 GB of memory, systemd 252 and cgroups of version 2. The host needs root, and Debian's packages
-debootstrap, e2fsprogs and qemu-system-x86.
+debootstrap, e2fsprogs and qemu-system-x86. For the machines with a processor of 64-bit ARM (`arm64`) it needs
+qemu-system-arm, qemu-user-static and binfmt-support.
 
 QEMU emulates the cores, so the machines show what works on a kernel, but not how fast it is. With
-`python -m tests.machines --accel kvm` the machines use the cores of the host.
+`python -m tests.machines --accel kvm` the machines of `amd64` use the cores of the host.
+
+The machines of `arm64` show nothing about the caches of a real processor, because QEMU emulates none. On a host with an
+x86 processor they also show nothing about the weaker memory order of ARM.
 
 How to read a cell: `400: 0 wrong or lost, 0 unavailable` means that 400 calls were sent. None of them had a wrong
 result or none at all, and none was answered with the status `unavailable`.
@@ -48,15 +52,17 @@ The columns:
 | calls | `bench.chaos` without kills: calls whose results are known beforehand |
 | kills | the same calls while executors, launchers and zygotes are killed: three in about the time of `doctor` |
 | cgroup tests | `tests/executor/test_cgroups.py` and `tests/jail/test_cgroup_tree.py` |
+| jail tests | `tests/jail`, `tests/guest/test_fork_batch.py` and `tests/guest/test_confine.py` |
 | invariance | `bench.invariance`: calls that need 0.5 to 2 times their time limit, alone and on an overloaded machine |
+| agreement | `bench.agreement`: results of the server and of fresh interpreters, for calls of which most import SymPy |
 | escape | `tests/escape` at the level |
 | systemd unit | `tests/machines/unit.py`: the unit is started, killed and stopped under load; a call is killed by OOM |
 
 `not run`: the machine was booted without this part (`--parts`), or did not come to its end. `skipped`: the kernel, the
 user or the set-up lacks what the tests need.
 
-All calls use the standard library only. In each machine a user may have 64 IPC namespaces at a time, so that calls that
-make some would be found: before Linux 6.3 the kernel frees one in each RCU grace period.
+The calls use the standard library only, except for agreement. In each machine a user may have 64 IPC namespaces at a
+time, so that calls that make some would be found: before Linux 6.3 the kernel frees one in each RCU grace period.
 """
 NOT_RUN = "not run"
 COLUMNS = (
@@ -67,7 +73,9 @@ COLUMNS = (
     "calls",
     "kills",
     "cgroup tests",
+    "jail tests",
     "invariance",
+    "agreement",
     "escape",
     "systemd unit",
     "date",
@@ -95,8 +103,13 @@ def write_row(name: str, row: Row) -> None:
     rows = read_rows() if ROWS.exists() else {}
     old = {key: part for key, part in rows.get(name, {}).items() if key != "problem"}
     rows[name] = {**old, **row} if old.get("kernel") == row.get("kernel") else row
-    ordered = sorted(rows.items(), key=lambda item: ([*map(int, item[1]["version"].split("."))], item[1]["set_up"]))
+    ordered = sorted(rows.items(), key=lambda item: (*_order(item[1]["version"]), item[1]["set_up"]))
     ROWS.write_text(json.dumps(dict(ordered), indent=1) + "\n")
+
+
+def _order(version: str) -> tuple[str, list[int]]:
+    number, _, architecture = version.partition("-")
+    return architecture, [*map(int, number.split("."))]
 
 
 def page(rows: Mapping[str, Row]) -> str:
@@ -117,7 +130,9 @@ def cells(row: Row) -> list[str]:
         calls_cell(row.get("mix")),
         calls_cell(row.get("kills")),
         tests_cell(row.get("cgroups")),
+        tests_cell(row.get("jail")),
         _invariance(row.get("invariance")),
+        _agreement(row.get("agreement")),
         tests_cell(row.get("escape")),
         tests_cell(row.get("unit")),
         row.get("date", ""),
@@ -141,7 +156,7 @@ def _part_problems(part: Row) -> Iterator[str]:
     for name in ("lost", "doubled", "mismatched"):
         if part.get(name):
             yield f"{part[name]} calls {name}"
-    for name in ("unavailable", "leftovers", "changed", "misjudged", "failures"):
+    for name in ("unavailable", "leftovers", "changed", "misjudged", "differences", "failures"):
         if part.get(name):
             yield f"{name}: {_one_line(str(part[name]))}"
 
@@ -166,6 +181,12 @@ def _invariance(part: Row | None) -> str:
     if part is None or "problem" in part:
         return NOT_RUN
     return f"{part['calls']} calls: {len(part['changed'])} changed, {len(part['misjudged'])} misjudged"
+
+
+def _agreement(part: Row | None) -> str:
+    if part is None or "problem" in part:
+        return NOT_RUN
+    return f"{part['calls']} calls: {len(part['differences'])} different, {part['unstable']} without a single result"
 
 
 def tests_cell(part: Row | None) -> str:

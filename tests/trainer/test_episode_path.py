@@ -1,4 +1,4 @@
-"""The drawing of an episode's path in docs/architecture.md."""
+"""The drawing of an episode's path in docs/trainer-architecture.md."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ MAX_FLOORS = 5
 
 def drawn_path() -> list[tuple[int, str]]:
     """Return the depth and the file of each line of the drawing."""
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("**The path of an episode**")[2]
-    lines = takewhile(lambda line: line.startswith("    "), text.partition("\n\n")[2].splitlines())
+    page = (ROOT / "docs/trainer-architecture.md").read_text(encoding="utf-8")
+    drawing = page.partition("## The path of an episode")[2].partition("\n\n    ")[2]
+    lines = takewhile(lambda line: line.startswith("    "), f"    {drawing}".splitlines())
     return [(len(line) - len(line.lstrip()), line.split()[0]) for line in lines]
 
 

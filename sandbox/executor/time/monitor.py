@@ -26,6 +26,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -213,6 +214,12 @@ class CallMonitor:
             if self._tree is not None:
                 self._owner.cpu_priority.forget(self._tree)
 
+    def restore_priority(self) -> None:
+        """Promote the threads of the last sample, which go on as a state of a session."""
+        if self._is_long and self._tree is not None:
+            with contextlib.suppress(OSError):
+                self._owner.cpu_priority.apply(self._tree, self._slots.idle_cgroup, is_demoted=False)
+
     def _is_alive(self) -> bool:
         """Return whether the call's first process still exists. Also return False if the zygote sent a descriptor that
         is no pidfd; `Executor._kill_hung_jails` handles that case."""
@@ -258,10 +265,13 @@ class CallMonitor:
 
     def _open_process_tree(self) -> ProcessTree | None:
         pid = pid_of_pidfd(self._pidfd)
-        return None if pid is None else ProcessTree(pid, self._slots.cgroup(self._attempt.slot))
+        # The cgroup of a session also has the processes of its states, so only descendants belong to a cell.
+        is_cell = self._attempt.resource_slot != self._attempt.slot
+        cgroup = None if is_cell else self._slots.cgroup(self._attempt.slot)
+        return None if pid is None else ProcessTree(pid, cgroup)
 
     def _advance_clock(self, tree: ProcessTree, wall_s: float) -> None:
-        clock, cgroup = self._clock, self._slots.cgroup(self._attempt.slot)
+        clock, cgroup = self._clock, self._slots.cgroup(self._attempt.resource_slot)
         processes = tree.sample()
         # Raises if the first process has ended. Its pid, and so the sample, may then belong to another process.
         signal.pidfd_send_signal(self._pidfd, 0)
@@ -291,7 +301,10 @@ class CallMonitor:
         sockets."""
         attempt, check = self._attempt, self._memory_check
         if check is None:
-            has_cgroup, has_loopback = self._slots.cgroup(attempt.slot) is not None, attempt.call.spec.has_loopback
+            has_cgroup, has_loopback = (
+                self._slots.cgroup(attempt.resource_slot) is not None,
+                attempt.call.spec.has_loopback,
+            )
             resident = {} if has_cgroup else tree.resident_bytes()
             counts_sockets = self._slots.have_networks and (
                 has_loopback or (not has_cgroup and not has_few_sockets(tree.root))

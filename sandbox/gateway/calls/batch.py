@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from operator import itemgetter
 
+from sandbox.gateway.calls.sessions import Session
 from sandbox.settings.tenants import Tenant
 from sandbox.types import EncodedCall, EncodedResult, call_size, clamp, memory_bytes
 
@@ -31,7 +32,7 @@ class PendingCall:
 
     __slots__ = (
         "attempts", "batch", "call", "clamped", "executor", "has_reserved_place", "has_started", "id", "index",
-        "priority", "queue_ms", "seq", "size_bytes", "tenant", "waiting_since",
+        "priority", "queue_ms", "seq", "session", "size_bytes", "tenant", "waiting_since",
     )  # fmt: skip
 
     def __init__(self, index: int, call: EncodedCall, call_id: str, clamped: dict[str, float]) -> None:
@@ -55,6 +56,8 @@ class PendingCall:
         self.has_reserved_place = False
         """Whether the call is in a reserved place of its executor, which does not count against the executor's window
         (`sandbox.wire`)."""
+        self.session: Session | None = None
+        """The session to which the call belongs. Its executor is the only one that may run the call."""
         self.seq = 0
         """Number of the current attempt, unique in the call table."""
         self.waiting_since = 0.0
@@ -84,7 +87,8 @@ class Batch:
     """
 
     __slots__ = (
-        "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "is_admitted", "on_done", "on_read",
+        "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "has_sessions", "is_admitted", "on_done",
+        "on_read",
         "on_result", "queue_timeout_s", "reads_results", "request_number", "requeued", "results", "tenant",
         "unfinished", "unread_bytes",
     )  # fmt: skip
@@ -105,6 +109,8 @@ class Batch:
         self.reads_results = False
         """Whether the calls of this batch check the results of another batch. Those results count as unread until then,
         so this batch is admitted even if too many results are unread."""
+        self.has_sessions = False
+        """Whether each call belongs to a session."""
         self.is_admitted = False
         self.admitted_at = 0.0
         self.results: list[EncodedResult | None] = [None] * size

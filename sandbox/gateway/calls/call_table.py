@@ -131,6 +131,8 @@ class CallTable:
         """Running calls by executor and `seq`."""
         self._reserved: Counter[ExecutorId] = Counter()
         """Number of running calls in reserved places, by executor."""
+        self._of_sessions: Counter[ExecutorId] = Counter()
+        """Number of running calls of sessions, by executor."""
         self._running_last_attempt: dict[ExecutorId, PendingCall] = {}
         """The running call on its last attempt, by executor. The queue counts all running calls but these."""
         self._seq = 0
@@ -152,6 +154,10 @@ class CallTable:
         """Return how many calls an executor has in reserved places."""
         return self._reserved[executor]
 
+    def running_in_window(self, executor: ExecutorId) -> int:
+        """Return how many calls an executor has that count against its window."""
+        return self.running(executor) - self._reserved[executor] - self._of_sessions[executor]
+
     def outstanding_of(self, tenant: str) -> Outstanding:
         """Return the unfinished calls of a tenant."""
         return self._tenants.get(tenant, _NOTHING)
@@ -170,8 +176,12 @@ class CallTable:
             self._tenants.setdefault(name, Outstanding()).add(load.calls, load.bytes)
         batch.start(now)
         max_running = batch.tenant.max_running if batch.tenant is not None else None
-        for group in groups:
-            self._queue.push(*group, max_running=math.inf if max_running is None else max_running)
+        if batch.has_sessions:
+            for call in batch.calls:
+                self._run_in_session(call)
+        else:
+            for group in groups:
+                self._queue.push(*group, max_running=math.inf if max_running is None else max_running)
         self._note_tenants(wanted, now)
 
     def is_shared(self, now: float) -> bool:
@@ -217,6 +227,14 @@ class CallTable:
             assigned.append(call)
         return assigned
 
+    def _run_in_session(self, call: PendingCall) -> None:
+        """Assign a call to the executor of its session. It counts neither in the queue nor against the window."""
+        assert call.session is not None
+        self._seq += 1
+        call.seq, call.executor, call.attempts = self._seq, call.session.executor, 1
+        self._of_sessions[call.executor] += 1
+        self._running.setdefault(call.executor, {})[call.seq] = call
+
     def finish(self, executor: ExecutorId, seq: int, result: EncodedResult, size_bytes: int = 0) -> PendingCall | None:
         """Store the result that an executor sent for `seq`, and return its call; None if the call was cancelled or
         `seq` is unknown. `size_bytes` is `result_bytes(result)`. Changes `result`."""
@@ -246,6 +264,7 @@ class CallTable:
         requeued, failed = self.calls_lost(executor, lost, now)
         self._running.pop(executor, None)
         self._reserved.pop(executor, None)
+        self._of_sessions.pop(executor, None)
         return requeued, failed
 
     def calls_lost(
@@ -259,6 +278,12 @@ class CallTable:
         running = self._running.get(executor, {})
         for seq, reason, has_started in lost:
             if (call := running.pop(seq, None)) is None:
+                continue
+            if call.session is not None:
+                self._stop_running(executor, call)
+                message = f"session {call.session.id}: {reason}"
+                self._finish_unavailable(call, UnavailableReason.SESSION_GONE, message)
+                failed.append(call)
                 continue
             attempts_left = self.limits.max_attempts - call.attempts
             if attempts_left > 1:
@@ -374,6 +399,7 @@ class CallTable:
         running = [call for calls in self._running.values() for call in calls.values()]
         self._running.clear()
         self._reserved.clear()
+        self._of_sessions.clear()
         self._running_last_attempt.clear()
         self._queue = FairQueue()
         for call in running:
@@ -484,6 +510,9 @@ class CallTable:
             self._queue.remove(call)
 
     def _stop_running(self, executor: ExecutorId, call: PendingCall) -> None:
+        if call.session is not None:
+            self._of_sessions[executor] -= 1
+            return
         self._reserved[executor] -= call.has_reserved_place
         if self._running_last_attempt.get(executor) is call:
             del self._running_last_attempt[executor]

@@ -27,24 +27,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, cast
 
 from sandbox import machine, wire
 from sandbox.errors import ConfigError, NodeError, Overloaded, ProtocolError, RequestRefused
 from sandbox.gateway.calls.batch import Batch, PendingCall
 from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable, Ended, LostAttempt
 from sandbox.gateway.calls.executor_handle import ExecutorHandle, ExecutorProcess, Launch, SizedResult
+from sandbox.gateway.calls.sessions import Session, SessionTable
 from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import TENANT_METRICS, Counters, MetricSample
 from sandbox.settings.server import RESERVED_PART, ServeConfig, reserved_slots, weakness, within_memory
 from sandbox.settings.tenants import Tenant, Tenants, load_tenants
-from sandbox.types import EncodedCall, EncodedResult, Status, UnavailableReason
+from sandbox.types import EncodedCall, EncodedCellResult, EncodedResult, Status, UnavailableReason
 from sandbox.wire import MAX_FRAME_BYTES, MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 log = logging.getLogger(__name__)
 
 TIMER_SLACK_S = 0.002
 """Seconds added to each timer, because the event loop's clock has whole milliseconds and a timer may fire too early."""
+SESSION_CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks whether the time of a session is over."""
 STOPPED_MESSAGE = "the server stopped before this call was done; send it again"
 CANCELLED_MESSAGE = "its caller cancelled it by its id"
 MAX_STOPPED_AT_ONCE = 512
@@ -114,6 +117,7 @@ class Dispatcher:
                 max_result_bytes=config.results_mb << 20,
             )
         )
+        self.sessions = SessionTable()
         self.tenants = _load_tenants(config)
         self.counters.add_tenants(self.tenants.names if self.tenants is not None else ())
         self.is_draining = False
@@ -140,6 +144,7 @@ class Dispatcher:
         await self._tasks.__aenter__()
         trimming = trim_at_rest(self._is_at_rest, lambda: self.counters.bytes_in)
         self._other_tasks.append(self._tasks.create_task(trimming))
+        self._other_tasks.append(self._tasks.create_task(self._expire_sessions()))
         if self.membership is not None:
             self._other_tasks.append(self._tasks.create_task(self.membership.run(self)))
         else:
@@ -286,8 +291,65 @@ class Dispatcher:
         for call in batch.calls:
             _check_frame_size(call)
         self.call_table.admit(batch, monotonic())
+        if batch.has_sessions:
+            self._send_cells(batch)
         self._submitted.append(batch)
         self._schedule_dispatch()
+
+    def _send_cells(self, batch: Batch) -> None:
+        """Send the calls of sessions to the executors of their sessions."""
+        frames: dict[int, list[list[object]]] = {}
+        for call in batch.calls:
+            assert call.session is not None
+            call.session.call, call.session.used_at = call, monotonic()
+            frames.setdefault(call.session.executor, []).append([call.seq, _encode_call(call)])
+        for executor in self.executors:
+            calls = frames.get(executor.number, [])
+            for start in range(0, len(calls), MAX_FRAME_CALLS):
+                executor.send_calls(calls[start : start + MAX_FRAME_CALLS])
+
+    def place_session(self) -> ExecutorHandle:
+        """Return the executor for a new session: the one with the most free places. Raises `Overloaded` if there is
+        none, and `NodeError` if no executor has sessions."""
+        reports = {e: e.ready_report for e in self.executors if e.is_ready and e.ready_report is not None}
+        if not reports:
+            raise Overloaded("no executor is ready yet; try again in 1 s", retry_after_s=1)
+        if not any(report.sessions for report in reports.values()):
+            raise NodeError(
+                "this server has no sessions: they need isolation level namespaces or nsjail, and the setting sessions "
+                "above 0"
+            )
+        free = {
+            executor: report.sessions - self.sessions.count(executor.number) for executor, report in reports.items()
+        }
+        best = max(free, key=free.__getitem__)
+        if free[best] <= 0:
+            raise Overloaded(
+                f"all places for sessions are in use, and {len(self.sessions)} sessions are open; close some, or start "
+                "the server with a larger --sessions",
+                retry_after_s=1,
+            )
+        return best
+
+    def close_session(self, session: Session, reason: str) -> None:
+        """End a session and its cell."""
+        if self.sessions.end(session.id, reason) is None:
+            return
+        for executor in self.executors:
+            if executor.number == session.executor:
+                executor.send(["close_session", session.id])
+
+    async def _expire_sessions(self) -> None:
+        """Close sessions whose time is over, until cancelled."""
+        while True:
+            await asyncio.sleep(SESSION_CHECK_INTERVAL_S)
+            now = monotonic()
+            for session in self.sessions:
+                if reason := session.end_reason(now):
+                    self.close_session(session, reason)
+
+    def on_session_ended(self, executor: ExecutorHandle, session_id: str, reason: str) -> None:
+        self.sessions.end(session_id, reason)
 
     def cancel(self, batch: Batch) -> None:
         """Cancel the unfinished calls of a batch, and drop its unread results. Does nothing if there are none."""
@@ -354,12 +416,15 @@ class Dispatcher:
             if call is not None:
                 finished += 1
                 self._count(call, result, now)
+                if call.session is not None and "session" in result:
+                    call.session.update(cast(EncodedCellResult, result)["session"], now)
         self.call_table.answer_rate.count(finished, now)
         self._schedule_dispatch()
         self._check_idle()
 
     def on_executor_lost(self, executor: ExecutorHandle) -> None:
         self._last_ready_at = monotonic()
+        self.sessions.end_all_of(executor.number, "its executor died")
         self._requeue(*self.call_table.executor_lost(executor.number, monotonic()))
 
     def on_calls_lost(self, executor: ExecutorHandle, lost: list[LostAttempt]) -> None:
@@ -460,9 +525,7 @@ class Dispatcher:
         return False
 
     def _free_window(self, executor: ExecutorHandle) -> int:
-        table, number = self.call_table, executor.number
-        used = table.running(number) - table.running_reserved(number)
-        return executor.window - used if executor.takes_calls else 0
+        return executor.window - self.call_table.running_in_window(executor.number) if executor.takes_calls else 0
 
     def _free_reserved(self, executor: ExecutorHandle) -> int:
         if not executor.takes_calls or executor.ready_report is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from sandbox.errors import ProtocolError
 from sandbox.gateway.metrics import METRICS, MetricSample
 
-EXECUTOR_GAUGES = ("queued", "running", "running_long", "slots", "long_slots")
+EXECUTOR_GAUGES = ("queued", "running", "running_long", "slots", "long_slots", "sessions")
 """Names of the numbers in a "stats" frame that can rise and fall."""
 MAX_NAME_CHARS = 60
 MAX_CGROUPS_CHARS = 2000
@@ -28,6 +28,8 @@ class ReadyReport:
 
     slots: int
     long_slots: int = 0
+    sessions: int = 0
+    """Number of sessions that may be open at once; 0 if the isolation level has none."""
     isolation: str = ""
     cgroups: str = ""
     """Version and directories of the cgroups of the calls; empty if there are none."""
@@ -48,6 +50,7 @@ class ReadyReport:
         return cls(
             slots=slots,
             long_slots=_number(raw.get("long_slots")),
+            sessions=_number(raw.get("sessions")),
             isolation=_name(raw.get("isolation")),
             cgroups=_name(raw.get("cgroups"), MAX_CGROUPS_CHARS),
             python=_name(raw.get("python")),

@@ -223,12 +223,18 @@ async def status(request: web.Request) -> web.Response:
     return web.json_response({"queue": dispatcher.call_table.waiting, "num_workers": num_workers})
 
 
-_SUBMISSION = {"type": "python", "solution": "print(int(input()) + 1)", "input": "41", "expected_output": "42"}
+_SUBMISSION = {
+    "sub_id": "a",
+    "type": "python",
+    "solution": "print(int(input()) + 1)",
+    "input": "41",
+    "expected_output": "42",
+}
 _VERDICT = {"sub_id": "a", "success": True, "run_success": True, "cost": 0.0021, "reason": ""}
 _RESULT = {**_VERDICT, "stdout": "42\n", "stderr": ""}
 EXAMPLES: Mapping[str, Any] = {
-    "CodeJudgeSubmission": {"sub_id": "a", **_SUBMISSION},
-    "CodeJudgeBatch": {"type": "batch", "submissions": [_SUBMISSION, {"type": "python", "solution": "print(1)"}]},
+    "CodeJudgeSubmission": _SUBMISSION,
+    "CodeJudgeBatch": {"type": "batch", "sub_id": "b", "submissions": [_SUBMISSION]},
     "CodeJudgeResult": _RESULT,
     "CodeJudgeResults": {"sub_id": "b", "results": [_RESULT]},
     "CodeJudgeVerdict": _VERDICT,
@@ -259,6 +265,6 @@ ROUTES = (
     _route("/judge", "Run a program and compare its output", False, QUEUE_TIMEOUT_S),
     _route("/judge/batch", f"Judge programs that wait at most {QUEUE_TIMEOUT_S:g} s", True, QUEUE_TIMEOUT_S),
     _route("/judge/long-batch", "Judge programs that may wait an hour", True, LONG_QUEUE_TIMEOUT_S),
-    Route("GET", "/status", status, _LOAD, {JSON: "CodeJudgeStatus"}, error_statuses=(401, 403)),
+    Route("GET", "/status", status, _LOAD, {JSON: "CodeJudgeStatus"}, error_statuses=(401, 403), examples=EXAMPLES),
     ping_route("/ping", "Liveness, as code-judge answers it"),
 )

@@ -121,7 +121,7 @@ def route(
 
 def ping_route(path: str, summary: str) -> Route:
     """Return a route that answers "pong"."""
-    return Route("GET", path, _ping, summary, {JSON: None}, error_statuses=(401, 403))
+    return Route("GET", path, _ping, summary, {JSON: None}, error_statuses=(401, 403), response_examples={JSON: "pong"})
 
 
 async def _ping(request: web.Request) -> web.Response:

@@ -25,6 +25,8 @@ ERROR_TYPES = {
     404: "NotFound",
     405: "MethodNotAllowed",
     408: "TooSlow",
+    409: "Conflict",
+    410: "SessionGone",
     413: "TooLarge",
     415: "UnsupportedMediaType",
     422: "MalformedBody",

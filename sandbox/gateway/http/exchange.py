@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from aiohttp import web
@@ -46,11 +46,13 @@ class AdmittedBatch:
     time of a request with one call.
     """
 
-    __slots__ = ("_form", "_request")
+    __slots__ = ("_form", "_prepare", "_request")
 
-    def __init__(self, request: web.Request, form: CallsForm) -> None:
+    def __init__(self, request: web.Request, form: CallsForm, prepare: Callable[[Batch], None] | None = None) -> None:
+        """`prepare` is called with the batch before its admission."""
         self._request = request
         self._form = form
+        self._prepare = prepare
 
     async def __aenter__(self) -> tuple[Batch, str, int]:
         try:
@@ -69,6 +71,8 @@ class AdmittedBatch:
         with app[BODY_READER].reservation(request) as reservation:
             content_type = await parse_body(request, reservation, self._form)
             batch, malformed = self._form.parsed
+            if self._prepare is not None:
+                self._prepare(batch)
             await submit(request, batch)
         status = 400 if malformed == len(batch.results) else 200
         if malformed:

@@ -387,8 +387,11 @@ def _array_of(name: str, description: str) -> Schema:
     return {"type": "array", "minItems": 1, "items": reference(name), "description": description}
 
 
-_JUDGED_TEST = JudgedTest(JudgeOutcome.PASSED, Status.OK, stdout="3\n", usage=Usage(0.3, 2.1, 1.9, 0.4))
-_JUDGED = JudgedProgram("0", JudgeOutcome.PASSED, 1, 1, True, tests=(_JUDGED_TEST,)).encode()
+_JUDGED_TESTS = tuple(
+    JudgedTest(JudgeOutcome.PASSED, Status.OK, stdout=stdout, usage=Usage(0.3, 2.1, 1.9, 0.4))
+    for stdout in ("3\n", "0\n")
+)
+_JUDGED = JudgedProgram("0", JudgeOutcome.PASSED, 2, 2, True, tests=_JUDGED_TESTS).encode()
 _TYPES = {JSON: "Judged", MSGPACK: "Judged", NDJSON: "JudgedLine", MSGPACK_STREAM: "JudgedLine"}
 
 ROUTES = (

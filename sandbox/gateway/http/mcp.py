@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import logging
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -193,6 +195,27 @@ async def _run_call(call: Call) -> Result:
 
 
 TRANSPORT = web.AppKey("mcp", McpTransport)
+_REQUEST = {
+    "jsonrpc": "2.0",
+    "id": 1,
+    "method": "tools/call",
+    "params": {"name": "run_python", "arguments": {"code": "print(6 * 7)"}},
+}
+_RESULT: Mapping[str, Any] = {
+    "status": "ok",
+    "stdout": "42\n",
+    "stderr": "",
+    "value": None,
+    "error": None,
+    "exit_code": 0,
+    "run_ms": 6.3,
+    "truncated": [],
+}
+_RESPONSE = {
+    "jsonrpc": "2.0",
+    "id": 1,
+    "result": {"content": [{"text": "42", "type": "text"}], "isError": False, "structuredContent": _RESULT},
+}
 
 
 async def _mcp(request: web.Request) -> web.StreamResponse:
@@ -216,6 +239,9 @@ ROUTES = (
         _mcp,
         "The tool run_python as an MCP server (streamable HTTP)",
         {EVENT_STREAM: None, JSON: None},
+        body_types=(JSON,),
         error_statuses=(400, 401, 403, 408, 413, 429, 501),
+        request_example=_REQUEST,
+        response_examples={EVENT_STREAM: f"event: message\ndata: {json.dumps(_RESPONSE)}\n\n", JSON: _RESPONSE},
     ),
 )

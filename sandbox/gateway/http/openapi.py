@@ -72,6 +72,10 @@ class Route:
     """Returns further named schemas. It is called for a document only, since it may import pydantic."""
     examples: Mapping[str, Any] = field(default_factory=dict)
     """Examples by the name of their schema, in addition to `EXAMPLES`."""
+    request_example: Any = None
+    """Example of a request body without a schema."""
+    response_examples: Mapping[str, Any] = field(default_factory=dict)
+    """Examples of responses without a schema, by content type."""
     error_schemas: Mapping[int, str] = field(default_factory=dict)
     """By status: the schema name of the body of an error. Without an entry, it is `Refusal`."""
     group: str = "rstar-sandbox"
@@ -84,6 +88,8 @@ ERROR_DESCRIPTIONS: Mapping[int, str] = {
     403: "The request comes from a web page of another site, or its Host header is not a name of this server",
     404: "There is nothing with this name",
     408: "The body did not arrive in time",
+    409: "The session runs a cell already, or its head is another state; no code has run",
+    410: "The session has ended, or the state is no longer kept; no code has run",
     413: "The body or the batch is larger than this server accepts; send smaller ones",
     415: "The body has a content type or an encoding that is not supported",
     422: "The request is malformed; each error names the field and what was expected",
@@ -120,6 +126,14 @@ _VERDICT = Verdict(
     usage=Usage(queue_ms=0.3, run_ms=3.5, cpu_ms=3.1, peak_memory_mb=1.5),
     extracted={"gold": "\\frac{1}{2}", "answer": "0.5"},
 ).encode()
+_INTERVAL = {
+    "statuses": {"ok": 2},
+    "events": {},
+    "queue_ms": {"p50": 0.15, "p90": 0.18, "p99": 0.18},
+    "run_ms": {"p50": 6.7, "p90": 8.5, "p99": 8.5},
+    "answer_ms": {"p50": 8.5, "p90": 9.5, "p99": 9.5},
+}
+"""The numbers of an interval in which two calls finished."""
 EXAMPLES: Mapping[str, Any] = {
     "Execute": {"code": "print(input())\n1 + 1", "stdin": "hi", "limits": {"timeout_s": 4}},
     "Result": _example_result(stdout="hi\n", value="2"),
@@ -138,6 +152,15 @@ EXAMPLES: Mapping[str, Any] = {
         "executors": 4,
         "isolation": "namespaces",
         "isolation_reason": "",
+    },
+    "Stats": {
+        "service": {"state": "ready", "version": VERSION, "isolation": "namespaces", "cores": 2},
+        "now": {"at_s": 61.3, "seconds": 9.5, **_INTERVAL, "waiting": 0, "running": 0},
+        "totals": {"statuses": {"ok": 2}, "events": {}},
+        "executors": [{"number": 0, "ready": True, "restarts": 0, "running": 0, "slots": 32}],
+        "missed_imports": {"sklearn": 1},
+        "tenants": [],
+        "steps": [{"number": 61, "at_s": 61.3, "seconds": 1.0, **_INTERVAL, "waiting": 0}],
     },
     "Refusal": {"error": {"type": "InvalidRequest", "message": "call.code: expected text, got 5"}},
 }
@@ -360,7 +383,10 @@ def list_of(name: str, doc: str) -> Schema:
 
 
 def _operation(route: Route) -> Schema:
-    content = {content_type: _media(name, route.examples) for content_type, name in route.response_schemas.items()}
+    content = {
+        content_type: _media(name, route.examples, route.response_examples.get(content_type))
+        for content_type, name in route.response_schemas.items()
+    }
     responses: dict[str, Schema] = {"200": {"description": "Success.", "content": content}}
     for status in (*route.error_statuses, 500):
         description = f"{ERROR_TYPES[status]}: {ERROR_DESCRIPTIONS[status]}."
@@ -374,9 +400,9 @@ def _operation(route: Route) -> Schema:
         headers = {"headers": HEADERS[status]} if status in HEADERS else {}
         responses[str(status)] = {"description": description, "content": content, **headers}
     operation: Schema = {"summary": route.summary, "tags": [route.group], "responses": responses}
-    if route.request_schema is not None:
-        content = {content_type: _media(route.request_schema, route.examples) for content_type in route.body_types}
-        operation["requestBody"] = {"required": True, "content": content}
+    if route.body_types:
+        media = _media(route.request_schema, route.examples, route.request_example)
+        operation["requestBody"] = {"required": True, "content": dict.fromkeys(route.body_types, media)}
     integer = {"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER}
     parameters: list[Schema] = [
         {"name": name, "in": "path", "required": True, "description": schema["description"], "schema": schema}
@@ -389,11 +415,12 @@ def _operation(route: Route) -> Schema:
     return operation
 
 
-def _media(name: str | None, examples: Mapping[str, Any] = EXAMPLES) -> Schema:
-    if name is None:
-        return {}
-    example = examples.get(name, EXAMPLES.get(name))
-    return {"schema": reference(name), **({"example": example} if example is not None else {})}
+def _media(name: str | None, examples: Mapping[str, Any] = EXAMPLES, example: Any = None) -> Schema:
+    """Return the media type object of a body. `example` is that of a body without a schema."""
+    if name is not None:
+        example = examples.get(name, EXAMPLES.get(name))
+    schema = {} if name is None else {"schema": reference(name)}
+    return schema | ({} if example is None else {"example": example})
 
 
 def reference(name: str) -> Schema:

@@ -13,6 +13,7 @@ import pytest
 
 from sandbox.executor.time import process_tree
 from sandbox.executor.time.process_tree import ProcessTree, pid_of_pidfd
+from sandbox.jail.syscalls import NUMBERS
 
 OWN_PID = os.getpid()
 NO_PID = 2**22 + 1
@@ -190,7 +191,7 @@ def test_the_sample_of_an_ended_process_is_empty() -> None:
 
 def test_a_process_whose_main_thread_has_ended_is_sampled() -> None:
     code = """
-import ctypes, threading, time
+import ctypes, sys, threading, time
 def second_thread():
     while not open("/proc/self/stat").read().rpartition(")")[2].startswith(" Z"):
         time.sleep(0.001)
@@ -198,11 +199,9 @@ def second_thread():
     input()
     import os; os._exit(0)
 threading.Thread(target=second_thread).start()
-ctypes.CDLL(None).syscall(60, 0)  # exit(2) of this thread alone
+ctypes.CDLL(None).syscall(int(sys.argv[1]), 0)  # exit(2) of this thread alone
 """
-    if os.uname().machine != "x86_64":
-        pytest.skip("the number of exit(2) is that of x86-64")
-    with running(code) as pid:
+    with running(code, str(NUMBERS[os.uname().machine]["exit"])) as pid:
         sample = ProcessTree(pid).sample()
         assert sample
         assert len(sample[pid].threads) == 2, "the ended main thread and the other one"

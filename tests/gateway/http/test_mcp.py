@@ -47,6 +47,22 @@ async def test_the_tool_returns_text_for_the_model_and_a_typed_result() -> None:
     assert (result.structured_content["status"], result.structured_content["stdout"]) == ("ok", "hello")
 
 
+async def test_a_response_is_like_the_documented_example() -> None:
+    (route,) = mcp.ROUTES
+    accept = {"Accept": ", ".join(route.response_schemas)}
+    async with (
+        serving() as served,
+        served.http.post(f"{served.url}/mcp", json=route.request_example, headers=accept) as response,
+    ):
+        content_type, text = response.content_type, await response.text()
+    (documented, answered) = (
+        json.loads(stream.partition("data: ")[2]) for stream in (route.response_examples[content_type], text)
+    )
+    assert set(answered) == set(documented)
+    assert set(answered["result"]) == set(documented["result"])
+    assert set(answered["result"]["structuredContent"]) == set(documented["result"]["structuredContent"])
+
+
 async def test_many_calls_of_one_client_run_at_once() -> None:
     async with serving() as served, client_of(served) as client:
         results = await asyncio.gather(*(client.call_tool("run_python", {"code": f"{n}"}) for n in range(50)))

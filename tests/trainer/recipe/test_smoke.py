@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -125,6 +126,30 @@ with phase_server() as run_phase, open(f"{folder}/lock", "w") as lock:
     # The command of a launcher (such as torchrun) runs as a new process, which inherits the lock.
     print(run_phase(Phase("grpo"), ["sh", "-c", "exit 3"], lock.fileno()), flush=True)
 """
+
+
+def path_pattern(path: str) -> str:
+    """Return the regular expression of the files that a path in docs/runs.md stands for."""
+    pattern = re.sub("NAME|MODEL", "[^/]+", re.escape(path).replace("step_N", r"step_\d+"))
+    return f"{pattern}.+" if path.endswith("/") else pattern
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_isolation")
+def test_the_files_of_a_run_folder_are_those_that_the_documents_list(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    page = (CONFIGS.parent / "docs/runs.md").read_text(encoding="utf-8").partition("## Files")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*) \| .* \| (.*) \|$", page, re.MULTILINE)
+    documented = {path: written for paths, written in rows for path in re.findall("`(.*?)`", paths)}
+    arguments = ["--run-dir", str(tmp_path / "run"), "--smoke", "--set", "storage.save_entropies=true"]
+    assert cli.main(["recipe", str(CONFIGS / "tiny.toml"), *arguments]) == 0
+    folder = tmp_path / "run-smoke"
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    patterns = {path: re.compile(path_pattern(path)) for path in documented}
+    assert [file for file in files if not any(pattern.fullmatch(file) for pattern in patterns.values())] == []
+    always = [path for path, written in documented.items() if written.startswith("always")]
+    assert len(always) > 10
+    assert [path for path in always if not any(patterns[path].fullmatch(file) for file in files)] == []
 
 
 @pytest.mark.slow

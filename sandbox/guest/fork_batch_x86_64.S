@@ -1,4 +1,4 @@
-# The machine code of fork_batch.py: forks the template, a process that forks jobs and never runs Python.
+# The machine code of fork_batch.py for x86_64: forks the template, a process that forks jobs and never runs Python.
 # `make machine-code` assembles this file and prints the bytes for _MACHINE_CODE.
 #
 #   long start(long *memory)      System V calling convention of x86-64
