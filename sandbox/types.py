@@ -442,7 +442,7 @@ class SessionState:
 class CellResult(Result):
     """The result of one cell of a session."""
 
-    session: Annotated[SessionState, "the session after the cell"] = SessionState()
+    session: Annotated[SessionState, "the session after the cell; only if the cell ran"] = SessionState()
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ RULES_WITHOUT_SCHEMA = (
     "expected one of stdin and stdin_base64",
     "expected text without NUL",
     "no unfinished call or program has the id",
+    "there is no session",
+    "this server has no sessions",
     "expected each path to be a file or a directory",
     "expected a value, or a checker",
     "tests: expected a list of at least one test, but the field is missing",

@@ -181,7 +181,7 @@ def _bind(batch: Batch, index: int, session: Session) -> None:
 async def open_session(request: web.Request) -> web.StreamResponse:
     dispatcher = request.app[DISPATCHER]
     if dispatcher.config.workers > 1:
-        raise HttpError(501, "sessions belong to one worker; start the server with --workers 1")
+        raise HttpError(404, "this server has no sessions, which belong to one worker; start it with --workers 1")
     form = SessionForm(dispatcher.config, request[TENANT])
     with request.app[exchange.BODY_READER].reservation(request) as reservation:
         body_type = await exchange.parse_body(request, reservation, form)
@@ -189,7 +189,7 @@ async def open_session(request: web.Request) -> web.StreamResponse:
         try:
             executor = dispatcher.place_session()
         except NodeError as error:
-            raise HttpError(501, str(error)) from None
+            raise HttpError(404, str(error)) from None
         now, times = monotonic(), form.head.extra
         session = Session(executor.number, times["idle_s"], now + times["max_s"], now)
         _bind(batch, 0, session)
@@ -339,6 +339,7 @@ def _schemas() -> dict[str, Schema]:
     opened |= {name: {**_number_schema(rule, rule.doc), "default": rule.default} for name, rule in rules.items()}
     member = {**cell, "session": _SESSION["session"]}
     result = response_schema(CellResult)
+    result["required"].remove("session")  # a cell that is malformed or unavailable has none
     return {
         "SessionState": response_schema(SessionState),
         "OpenSession": input_schema("A session to open.", opened),
@@ -409,7 +410,7 @@ ROUTES = (
         dict.fromkeys(BODY_TYPES, "Session"),
         "OpenSession",
         BODY_TYPES,
-        (*CALL_ERROR_STATUSES, 501),
+        (*CALL_ERROR_STATUSES, 404),
         build_schemas=_schemas,
         examples=EXAMPLES,
     ),
