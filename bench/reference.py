@@ -243,12 +243,13 @@ API_PAGES = {
         "are on the page [Python API: types](python-types.md).",
         {
             "Clients: `sandbox.client`": {
-                "sandbox/client/clients.py": "AsyncClient Client AnyCall Pair",
+                "sandbox/client/clients.py": "AsyncClient Client Session AnyCall Pair",
+                "sandbox/client/sessions.py": "AsyncSession",
                 "sandbox/client/judge.py": "RawProgram",
             },
             "Errors: `sandbox.client`": {
                 "sandbox/errors.py": "SandboxError InvalidCall ServiceError Unreachable Overloaded RequestRefused "
-                "TooLarge",
+                "SessionGone TooLarge",
             },
             "A server of your own: `sandbox.local`": {"sandbox/local.py": "local_service"},
             "A tool for a model: `sandbox.tool`": {
@@ -269,6 +270,7 @@ API_PAGES = {
             "Results of calls: `sandbox.types`": {
                 "sandbox/types.py": "Result Status CallError Usage UnavailableReason",
             },
+            "Results of cells: `sandbox.types`": {"sandbox/types.py": "CellResult SessionState"},
             "Answer checks: `sandbox.types`": {"sandbox/types.py": "Verdict Outcome Strictness"},
             "Judged programs: `sandbox.judging.programs`": {
                 "sandbox/judging/programs.py": "JudgedProgram JudgeOutcome JudgedTest"

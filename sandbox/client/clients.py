@@ -456,14 +456,17 @@ class Session:
 
     @property
     def id(self) -> str:
+        """The id of the session on the server; empty if it is not open."""
         return self._session.id
 
     @property
     def head(self) -> int:
+        """Number of the state from which the next cell runs."""
         return self._session.head
 
     @property
     def states(self) -> tuple[int, ...]:
+        """Numbers of the states that the server keeps."""
         return self._session.states
 
     def open(self) -> Session:

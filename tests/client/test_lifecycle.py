@@ -185,7 +185,13 @@ def test_a_callback_in_the_clients_own_thread_is_told_that_it_would_wait_for_its
 
     with gateway_in_a_thread() as url:
         client = Client(url).open()
+        # The client's thread waits, so that the call cannot end before it has its callback. Python would then run the
+        # callback in this thread.
+        has_callback = threading.Event()
+        assert client._loop is not None
+        client._loop.call_soon_threadsafe(has_callback.wait)
         client.submit("1").add_done_callback(execute)
+        has_callback.set()
         assert "would wait for itself" in str(errors.result(timeout=10))
         client.close()
 

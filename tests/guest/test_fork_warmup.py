@@ -19,6 +19,7 @@ PLAN = {
     "slot_networks": False,
     "call_filter": "",
     "loopback_filter": None,
+    "session_filter": None,
     "landlock": None,
     "clear_bounding_set": False,
     "own_pid_offsets": [],
