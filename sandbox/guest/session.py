@@ -123,6 +123,7 @@ class Keeper:
         self.states = {0: first}  # by number, in the order of their last use
         self.current: State | None = first  # the state whose files are in the directory
         self.next_number = 1
+        self.last_id = 2  # id of the thread that `_kill_rest` has started last; 2 is the first state
 
     def run(self) -> None:
         self.writer.add({"op": "ready"})
@@ -233,7 +234,7 @@ class Keeper:
         if cell.report and not stdout_cut and not stderr_cut:
             state = self._commit(cell)
         if state is None:
-            self._kill_from(cell.process.pid, cell)
+            self._kill_rest(cell)
             cell.process.channel.close()
             self.current = None
             self._show_files_of(cell.origin)
@@ -272,7 +273,7 @@ class Keeper:
                 process = self._fork(cell.process, b"state", [])
             except (OSError, StateFailed):
                 return None
-        if self._kill_from(cell.process.pid, cell, process.pid):
+        if self._kill_rest(cell, process.pid):
             cell.lost.append("processes")
         if process is not cell.process:
             cell.process.channel.close()
@@ -319,27 +320,29 @@ class Keeper:
             ours.close()
             raise
 
-    def _kill_from(self, first: int, cell: Cell, kept: int = 0) -> bool:
-        """Kill the process of a cell, whose pid is `first`, and all processes that were started since, except `kept`.
-        Return whether there were others than the process of the cell.
+    def _kill_rest(self, cell: Cell, kept: int = 0) -> bool:
+        """Kill all processes that were started since the end of the last cell, except `kept` and the states. Return
+        whether there were others than the process of this cell.
 
-        A jail has no /proc that lists processes. The kernel assigns pids in turn, so the id of a new thread is above
-        all of them. If it is below `first`, the numbers have begun again, and all numbers are tried.
+        A jail has no /proc that lists processes. The kernel assigns pids in turn, so the ids of two threads that the
+        keeper starts, one after the last cell and one now, are the bounds. If the second id is the lower one, the
+        numbers have begun again, and all numbers are tried.
         """
-        if first != kept:  # its threads have ids too, so wait for their end
+        pid = cell.process.pid
+        if pid != kept:  # its threads have ids too, so wait for their end
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(first, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
                 os.waitid(os.P_PIDFD, cell.pidfd, os.WEXITED | os.WNOWAIT)
-        was_any_alive = False
+        first, was_any_alive = self.last_id, False
         for _ in range(_MAX_KILL_PASSES):
             self._reap()
-            last = _new_thread_id()
-            spared = {1, first, kept, *(state.pid for state in self.states.values())}
+            self.last_id = _new_thread_id()
+            spared = {1, pid, kept, *(state.pid for state in self.states.values())}
             is_any_alive = False
-            for pid in range(first if last > first else 2, max(last, first)):
-                if pid not in spared:
+            for other in range(first if self.last_id > first else 2, max(self.last_id, first)):
+                if other not in spared:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                        os.kill(other, signal.SIGKILL)
                         is_any_alive = was_any_alive = True
             if not is_any_alive:
                 return was_any_alive

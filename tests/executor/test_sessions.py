@@ -196,3 +196,26 @@ def test_every_later_cell_sees_the_committed_cells_only(seed: int, sessions: Ses
         seen = sessions.cell(session, "import os\nx, open('f').read() if os.path.exists('f') else ''").value
         assert seen == repr((expected, "".join(f"{n} " for n in expected)))
     sessions.close(session)
+
+
+def test_a_fork_that_answers_for_the_cell_hides_no_process(sessions: Sessions, session: str) -> None:
+    """A state whose code has replaced the wait for cells answers from a process that it has forked."""
+    code = """
+import os, sys, time
+frame = sys._getframe()
+while "_wait_for_fork" not in frame.f_globals:
+    frame = frame.f_back
+def write(fd, data, write=os.write, fork=os.fork):
+    if data == b"hello" and fork() == 0:
+        write(fd, data)
+        return
+    if data == b"hello":
+        time.sleep(1000)
+    return write(fd, data)
+frame.f_globals["os"].write = write
+"""
+    assert sessions.cell(session, code).session.committed
+    pids_before = {*sessions.caller.processes()}
+    sessions.cell(session, "1", timeout_s=5)
+    new = [pid for pid in sessions.caller.processes() if pid not in pids_before]
+    assert len(new) <= 1, "at most the new state"
