@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -106,7 +107,10 @@ def test_every_thread_and_process_is_sampled() -> None:
         assert list(sample) == [pid]
         assert len(sample[pid].threads) == 6
         assert sample[pid].parent == OWN_PID
-        assert sample[pid].cpu_s + 1e-6 >= sum(thread.cpu_s for thread in sample[pid].threads.values()) > 0
+        # The threads were sampled after the process, and may have run meanwhile. So compare with the time afterwards.
+        cpu_s = time.clock_gettime(~pid << 3 | 2)
+        assert 0 < sum(thread.cpu_s for thread in sample[pid].threads.values()) <= cpu_s + 1e-6
+        assert 0 < sample[pid].cpu_s <= cpu_s
         assert 0 <= sample[pid].age_s < 600
     with running(CHILDREN) as pid:
         sample = ProcessTree(pid).sample()
