@@ -166,7 +166,7 @@ class Executor:
         if self.plan.level is jail.Level.NONE:
             return
         try:
-            jail.raise_fd_limit_for(sum(pool.slots.count for pool in self.pools))
+            jail.raise_fd_limit_for(len(self.pools) * sum(self.plan.slots_per_pool))
             trees = [stack.enter_context(closing(jail.CgroupTree())) for _ in self.pools]
         except IsolationError as error:
             stack.close()

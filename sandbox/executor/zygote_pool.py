@@ -195,8 +195,8 @@ class ZygotePool:
     def open_session(self, call: SubmittedCall, zygote: Zygote, run_id: int, now: float) -> None:
         """Start the keeper of a session in a free slot of sessions. Raises `OSError` as `start_call` does."""
         assert self._nursery is not None
-        slot = self.slots.free_of_sessions.pop()
         our_sock, keeper_sock = socket.socketpair()
+        slot = self.slots.free_of_sessions.pop()
         with keeper_sock:
             stream = UnixStream(our_sock)
             kill = partial(zygote.kill_call, run_id)

@@ -156,6 +156,9 @@ class Keeper:
 
     def on_call(self, call: dict, body: memoryview, record: memoryview) -> None:
         """Start a cell in a fork of its state."""
+        if self.cell is not None:  # the executor has cancelled that cell, and its end is not handled yet
+            self._send_start_failed(call, "another cell of the session runs")
+            return
         try:
             state = self.states.pop(call["state"])
         except KeyError:

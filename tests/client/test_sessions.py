@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from sandbox import jail
-from sandbox.client import AsyncClient, Client, RequestRefused, Session, SessionGone
+from sandbox.client import AsyncClient, AsyncSession, Client, RequestRefused, Session, SessionGone
 from sandbox.errors import Overloaded
 from sandbox.gateway.http.sessions import EXAMPLES
 from sandbox.local import local_service
 from sandbox.types import Limits, Status
+from tests.jail.jails import tree_pids
 from trainer.rollout.loop_thread import LoopThread
 
 PLACES = 6
 
 
 @pytest.fixture(scope="module")
-def server_url(guest_python: object, needs_isolation: None) -> Iterator[str]:
+def needs_sessions(guest_python: object, needs_isolation: None) -> None:
     if jail.choose_level("auto").level not in (jail.Level.NAMESPACES, jail.Level.NSJAIL):
         pytest.skip("sessions need level namespaces or nsjail")
+
+
+@pytest.fixture(scope="module")
+def server_url(needs_sessions: None) -> Iterator[str]:
     arguments = ["--profiles", "bare", "--zygote-pools", "1", "--slots", "4", "--sessions", str(PLACES)]
     with LoopThread() as loop_thread:
         yield loop_thread.enter(local_service(arguments))
@@ -122,12 +130,20 @@ def test_places_for_sessions_are_limited(client: Client) -> None:
             session.close()
 
 
+async def _until_a_cell_runs(server_url: str, session: AsyncSession) -> None:
+    async with aiohttp.ClientSession(server_url) as http, asyncio.timeout(30):
+        is_running = False
+        while not is_running:
+            async with http.get(f"/v1/sessions/{session.id}") as response:
+                is_running = (await response.json())["is_running"]
+
+
 @pytest.mark.runtime
 def test_a_second_cell_at_the_same_time_is_refused(server_url: str) -> None:
     async def main() -> None:
         async with AsyncClient(server_url) as client, client.session() as session:
             first = asyncio.create_task(session.run("import time\ntime.sleep(1)\nx = 1", limits={"timeout_s": 20}))
-            await asyncio.sleep(0.3)
+            await _until_a_cell_runs(server_url, session)
             with pytest.raises(RequestRefused, match="runs a cell already"):
                 await session.run("2")
             assert (await first).session.committed
@@ -173,6 +189,63 @@ def test_cells_of_several_sessions_in_one_request(server_url: str) -> None:
             assert shown[one.id]["cells"] == 1 and shown[two.id]["states"] == [0, 1]
 
     asyncio.run(main())
+
+
+TENANTS = """
+[tenants.a]
+token = "a-token-of-the-tenant-a"
+[tenants.b]
+token = "b-token-of-the-tenant-b"
+"""
+
+
+@pytest.mark.runtime
+def test_a_tenant_reaches_its_own_sessions_only(needs_sessions: None, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(TENANTS)
+
+    async def main() -> None:
+        arguments = ["--profiles", "bare", "--zygote-pools", "1", "--slots", "4", "--tenants", str(file)]
+        async with (
+            local_service(arguments) as url,
+            AsyncClient(url, token="a-token-of-the-tenant-a") as owner,
+            AsyncClient(url, token="b-token-of-the-tenant-b") as other,
+            owner.session() as session,
+        ):
+            await session.run("x = 1")
+            stolen = other.session()
+            stolen.id = session.id
+            for attempt in (stolen.run("x"), stolen.rollback(0), stolen.close()):
+                with pytest.raises(RequestRefused, match="there is no session"):
+                    await attempt
+            headers = {"Authorization": "Bearer b-token-of-the-tenant-b"}
+            async with aiohttp.ClientSession(url, headers=headers) as http, http.get("/v1/sessions") as response:
+                assert await response.json() == {"sessions": []}
+            assert (await session.run("x")).value == "1"
+
+    asyncio.run(main())
+
+
+@pytest.mark.runtime
+def test_the_end_of_an_executor_is_the_end_of_its_sessions(needs_sessions: None) -> None:
+    async def main() -> None:
+        arguments = ["--profiles", "bare", "--zygote-pools", "1", "--slots", "4", "--executors", "1"]
+        async with local_service(arguments) as url, AsyncClient(url) as client:
+            session = await client.session().open()
+            running = asyncio.create_task(session.run("import time\ntime.sleep(100)", limits={"timeout_s": 200}))
+            await _until_a_cell_runs(url, session)
+            (executor,) = (pid for pid in tree_pids(os.getpid()) if _is_executor(pid))
+            os.kill(executor, signal.SIGKILL)
+            with pytest.raises(SessionGone, match="its executor died"):
+                await running
+            with pytest.raises(SessionGone, match="has ended: its executor died"):
+                await session.run("1")
+
+    asyncio.run(main())
+
+
+def _is_executor(pid: int) -> bool:
+    return b"sandbox.executor" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 @pytest.mark.runtime

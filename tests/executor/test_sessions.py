@@ -27,7 +27,7 @@ class Sessions:
     def open(self, keep_states: int = 2, **fields: Any) -> str:
         """Open a session and return its id."""
         self._opened += 1
-        result, session_id = None, f"session {self._opened}"
+        session_id = f"session {self._opened}"
         result = self._run("", {"op": "open", "id": session_id, "keep_states": keep_states}, **fields)
         assert result.status is Status.OK, result
         return session_id
@@ -40,8 +40,12 @@ class Sessions:
         return self._run(code, session, **fields)
 
     def _run(self, code: str, session: dict[str, Any], **fields: Any) -> Any:
+        return self.caller.result_of(self.submit(code, session, **fields))
+
+    def submit(self, code: str, session: dict[str, Any], **fields: Any) -> int:
+        """Submit a call with this field `session`, and return its seq."""
         encoded = call(code, **fields).encode(binary=True)
-        return self.caller.result_of(self.caller.submit({**encoded, "session": session}))
+        return self.caller.submit({**encoded, "session": session})
 
     def close(self, session_id: str) -> str:
         """Close a session, and return the reason that the executor gives for its end."""
@@ -153,6 +157,14 @@ os.closerange(3, 300)
     assert result.stdout == "refused 1\nrefused -1\n" or result.stdout == "refused -1\n"
     assert not result.session.committed, "the cell has closed the descriptor by which it would report its end"
     assert sessions.cell(session, "'x' in globals()").value == "False"
+
+
+def test_a_cell_waits_for_the_end_of_another(sessions: Sessions, session: str) -> None:
+    """The gateway sends the next cell when it has cancelled one, whose process may still be there."""
+    cell = {"op": "cell", "id": session}
+    seqs = [sessions.submit("import time\ntime.sleep(0.3)\nx = 1", cell), sessions.submit("x", cell)]
+    first, second = map(sessions.caller.result_of, seqs)
+    assert first.status is Status.OK and second.value == "1"
 
 
 def test_sessions_are_separate(sessions: Sessions, session: str) -> None:

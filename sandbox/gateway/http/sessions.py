@@ -6,7 +6,6 @@ and with `state`. The routes build the calls that `executor/session.py` describe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from time import monotonic
 from typing import Any
@@ -176,6 +175,7 @@ def _bind(batch: Batch, index: int, session: Session) -> None:
     wanted = pending.call["session"]
     pending.call = {**pending.call, "session": {"state": session.head, **wanted, "id": session.id}}
     pending.session, batch.has_sessions = session, True
+    pending.tenant = session.tenant or pending.tenant
 
 
 async def open_session(request: web.Request) -> web.StreamResponse:
@@ -287,14 +287,13 @@ async def close_session(request: web.Request) -> web.Response:
 
 
 def _describe(session: Session) -> dict[str, Any]:
-    expires_at = session.expires_at()
     return {
         "session": session.id,
         "head": session.head,
         "states": session.states,
         "cells": session.cells,
         "is_running": session.is_running,
-        "expires_in_s": round(max(0.0, expires_at - monotonic()), 1) if math.isfinite(expires_at) else None,
+        "expires_in_s": round(max(0.0, session.expires_at() - monotonic()), 1),
     }
 
 
