@@ -238,7 +238,7 @@ class Executor:
                     picked = self._pick_any(call)
                 except NodeError as error:
                     del queue[seq]
-                    self._drop(call, str(error))
+                    self._on_cannot_start(call, str(error))
                     continue
                 if picked is None:
                     break
@@ -310,7 +310,7 @@ class Executor:
     def all_zygotes(self) -> list[Zygote]:
         return [zygote for pool in self.pools for zygote in pool.zygotes.values()]
 
-    def _drop(self, call: SubmittedCall, reason: str) -> None:
+    def _on_cannot_start(self, call: SubmittedCall, reason: str) -> None:
         """Handle a call of a session that cannot start. A new session is tried again, since the slots of sessions that
         were closed become free soon."""
         if call.spec.session["op"] == "open":
@@ -402,7 +402,7 @@ class Executor:
             log.info("the keeper of a session has ended: %s", reason or "no reason")
             self._start_task(self._report_lost, call, f"the session did not start: {reason or 'its keeper has ended'}")
             return
-        is_committed = isinstance(zygote, Session) and ended.get("committed") is True
+        is_committed = isinstance(zygote, Session) and ended.get("state") is not None
         call_monitor = self._stop_monitoring(attempt, restores_priority=is_committed)
         self._progress_at = time.monotonic()
         was_killed = ended.get("signal") == signal.SIGKILL

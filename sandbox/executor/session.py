@@ -23,10 +23,8 @@ from sandbox.executor.call_state import Attempt
 from sandbox.executor.unix_stream import UnixStream
 from sandbox.executor.zygote import Zygote
 from sandbox.executor.zygote_frames import Header
+from sandbox.guest.protocol import MAX_LOST
 from sandbox.types import EncodedCellResult, EncodedResult, EncodedSession
-
-MAX_LOST = 20
-"""Maximum number of texts in `lost` of a result."""
 
 
 class Session(Zygote):
@@ -71,10 +69,8 @@ class Session(Zygote):
         self.states = sorted(states)
         if number in states:
             self.head = number
-        elif self.head not in states:
-            self.head = states[
-                -1
-            ]  # a cell has killed the head; the keeper lists the state that was used last at the end
+        elif self.head not in states:  # a cell has killed it; the keeper lists the state that was used last at the end
+            self.head = states[-1]
         return self.encoded(committed=number in states, lost=zygote_frames.get_texts(ended, "lost")[:MAX_LOST])
 
     def encoded(self, *, committed: bool = True, lost: list[str] | None = None) -> EncodedSession:

@@ -101,14 +101,15 @@ def _execute(source: str, name: str, scope: dict) -> None:
     last = None
     if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
         last = ast.Expression(tree.body.pop().value)
-    _evaluate(tree, name, "exec", scope)
-    value = _evaluate(last, name, "eval", scope) if last else None
+    evaluate(tree, name, "exec", scope)
+    value = evaluate(last, name, "eval", scope) if last else None
     if value is not None:
         scope["_"] = value
         display(value)
 
 
-def _evaluate(tree: Any, name: str, mode: str, scope: dict) -> Any:
+def evaluate(tree: Any, name: str, mode: str, scope: dict) -> Any:
+    """Run a syntax tree, which may use `await` outside functions. Return the value of an expression."""
     code = compile(tree, name, mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     value = eval(code, scope)
     return importlib.import_module("asyncio").run(value) if code.co_flags & _CO_COROUTINE else value

@@ -70,6 +70,8 @@ call notes that it is confined."""
 MAX_BACKLOG = 128
 """Maximum number of connections that may wait for accept(2) on a socket of a call. A waiting connection can hold
 208 KiB of data without a descriptor, so the limit on descriptors does not bound this memory."""
+MAX_LOST = 20
+"""Maximum number of names of what a cell of a session has left behind and is lost."""
 MAX_ANSWER_TEXT_CHARS = 1 << 20
 """Maximum length of a gold (the right answer) or of an answer, in characters. A longer text counts as unparsable."""
 

@@ -26,7 +26,6 @@ import _thread
 import atexit
 import builtins
 import gc
-import importlib
 import io
 import json
 import linecache
@@ -48,6 +47,7 @@ import fd_paths
 import file_locks
 import function_call
 import interpreter_variables
+import notebook
 import originals
 import output_files
 import prelude
@@ -90,8 +90,6 @@ _STATEMENT = re.compile(
 )
 """Matches lines that start a statement. A line that it does not match may be a statement nevertheless: then `_compile`
 tries to compile it as an expression first, which takes time and does not change the result."""
-_CO_COROUTINE = 0x80
-"""Flag of a code object that contains `await` outside a function."""
 _EMPTY_CODE = compile("", SCRIPT, "exec")
 _GUEST_DIR = os.path.dirname(__file__)
 _LIBRARY_PREFIXES = tuple(
@@ -269,25 +267,17 @@ def run_cell(call: dict, blobs: list) -> int:
 def _evaluate_cell(text: str, name: str, echo: bool, scope: dict) -> Any:
     """Run the code of a cell, which may use `await` outside functions. With `echo`, return the value of the last
     expression."""
-    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     try:
-        tree: Any = compile(text, name, "exec", ast.PyCF_ONLY_AST | flags, dont_inherit=True)
+        tree: Any = compile(text, name, "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         line = text.split("\n")[(error.lineno or 1) - 1 : error.lineno or 1]
         if line and line[0].lstrip()[:1] in ("%", "!"):
             error.msg = f"{line[0].strip()[:40]!r}: there are no magic commands and no shell here, only Python"
         raise
-    last = None
-    if echo and tree.body and isinstance(tree.body[-1], ast.Expr) and not _has_semicolon_after(text, tree.body[-1]):
-        last = ast.Expression(tree.body.pop().value)
-    value = None
-    for part, mode in ((tree, "exec"), (last, "eval")):
-        if part is not None:
-            code = compile(part, name, mode, flags, dont_inherit=True)
-            value = eval(code, scope)
-            if code.co_flags & _CO_COROUTINE:
-                value = importlib.import_module("asyncio").run(value)
-    return value if last else None
+    last = _pop_last_expression(tree, text) if echo else None
+    notebook.evaluate(tree, name, "exec", scope)
+    return notebook.evaluate(last, name, "eval", scope) if last else None
 
 
 def _open_stdin() -> None:
@@ -460,11 +450,17 @@ def _last_line_start(text: str) -> int:
 
 def _compile_tree(text: str) -> tuple[types.CodeType, types.CodeType | None]:
     tree: Any = compile(text, SCRIPT, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
-    last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not _has_semicolon_after(text, tree.body[-1]):
-        last = ast.Expression(tree.body.pop().value)
+    last = _pop_last_expression(tree, text)
     body = compile(tree, SCRIPT, "exec", dont_inherit=True)
     return body, compile(last, SCRIPT, "eval", body.co_flags & _FUTURE_FLAGS, dont_inherit=True) if last else None
+
+
+def _pop_last_expression(tree: Any, text: str) -> Any:
+    """Remove the last expression from the tree of a script, and return it as a tree of its own. Return None if the
+    script ends with a statement or with a `;`."""
+    if tree.body and isinstance(tree.body[-1], ast.Expr) and not _has_semicolon_after(text, tree.body[-1]):
+        return ast.Expression(tree.body.pop().value)
+    return None
 
 
 def _has_semicolon_after(text: str, last: Any) -> bool:

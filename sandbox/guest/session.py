@@ -12,7 +12,8 @@ killed, or calls `os._exit`), there is no new state, and the old one is unchange
 
     frames received from the executor                 frames sent
     call {run_id, state, cell, ...}                   ready {}: there is state 0
-        + code, stdin, options, files                 ended {run_id, state, committed, lost, ...} + stdout, stderr, ...
+        + code, stdin, options, files                 ended {run_id, state, states, lost, ...} + stdout, stderr, ...;
+                                                          `state` is null if the cell was not committed
                                                       start_failed {run_id, reason}: no code has run
                                                       still_running {run_id, wall_ms} + pidfd
     kill {run_id}
@@ -47,7 +48,9 @@ import runner
 import session_files
 import session_state
 import system_calls
+from call_outputs import CallOutputs, exit_fields
 from confine import Confinement
+from protocol import MAX_LOST
 
 SOCKET_FD = 6
 """Descriptor of the keeper for its socket to the executor."""
@@ -55,7 +58,6 @@ _HELLO_TIMEOUT_MS = 10_000
 """Maximum milliseconds until a fork of a state has answered. Code of the client may have damaged the state."""
 _MAX_MESSAGE_BYTES = 1 << 16
 _MAX_KILL_PASSES = 1000
-_MAX_LOST = 20
 _MAX_LOST_CHARS = 200
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _SO_PASSCRED, _SCM_CREDENTIALS = 16, 2
@@ -78,13 +80,11 @@ class State:
 class Cell:
     """A cell, from its fork to its result."""
 
-    def __init__(self, call: dict, origin: State, process: State, fds: list[int], started: float) -> None:
+    def __init__(self, call: dict, origin: State, process: State, outputs: CallOutputs, started: float) -> None:
         self.run_id: int = call["run_id"]
-        self.output_limit_bytes: int = call["output_bytes"]
-        self.files_limit_bytes: int = call["return_bytes"]
         self.origin = origin  # the state from which it was forked
         self.process = process
-        self.fds = fds  # stdout, stderr, report and perhaps the returned files
+        self.outputs = outputs
         self.pidfd = os.pidfd_open(process.pid)
         self.started = started
         self.report: dict[str, Any] = {}  # what the process sent when its code had ended
@@ -176,21 +176,17 @@ class Keeper:
     def _start_cell(self, state: State, call: dict, body: memoryview, record: memoryview) -> None:
         self._show_files_of(state)
         code_size, stdin_size = call["blobs"][:2]
-        sizes = [call["output_bytes"]] * 2 + [runner.max_report_bytes(call["output_bytes"])]
-        sizes += [call["return_bytes"]] if call["returns_files"] else []
         inputs: list[int] = []
-        outputs: list[int] = []
+        outputs = CallOutputs(call)
         started = time.monotonic()
         try:
             inputs.append(output_files.input_file(record))
             stdin = body[code_size : code_size + stdin_size]
             inputs.append(output_files.input_file(stdin) if stdin_size else os.open(os.devnull, os.O_RDONLY))
-            outputs += map(output_files.bounded_file, sizes)
-            process = self._fork(state, b"cell", [*inputs, *outputs])
+            process = self._fork(state, b"cell", [*inputs, *outputs.fds])
             cell = self.cell = Cell(call, state, process, outputs, started)
         except BaseException:
-            for fd in outputs:
-                os.close(fd)
+            outputs.close()
             raise
         finally:
             for fd in inputs:
@@ -210,7 +206,7 @@ class Keeper:
         data = _recvmsg(cell.process.channel, _MAX_MESSAGE_BYTES)[0]
         try:
             report = json.loads(data)
-            cell.lost = [str(name)[:_MAX_LOST_CHARS] for name in report["lost"][:_MAX_LOST]]
+            cell.lost = [str(name)[:_MAX_LOST_CHARS] for name in report["lost"][:MAX_LOST]]
             cell.peak_kb = min(max(0, int(report["peak_kb"])), 1 << 40)
             cell.report = {
                 "exit_code": int(report["exit_code"]) & 0xFF,
@@ -230,11 +226,9 @@ class Keeper:
             self.poll.unregister(cell.process.channel)
         wall_ms = (time.monotonic() - cell.started) * 1e3
         cpu_ms = _process_cpu_ms(cell.process.pid) + cell.report.get("children_cpu_ms", 0.0)
-        (stdout_size, stdout_cut), (stderr_size, stderr_cut) = (
-            output_files.written_bytes(fd, cell.output_limit_bytes) for fd in cell.fds[:2]
-        )
+        fields, _ = cell.outputs.contents()
         state = None
-        if cell.report and not stdout_cut and not stderr_cut:
+        if cell.report and not any(fields.values()):  # no output was truncated
             state = self._commit(cell)
         if state is None:
             self._kill_rest(cell)
@@ -243,27 +237,26 @@ class Keeper:
             self._show_files_of(cell.origin)
         self.cell = None
         os.close(cell.pidfd)
+        if cell.report:
+            ended = {"exit_code": cell.report["exit_code"], "signal": None}
+        else:
+            assert cell.status is not None
+            ended = exit_fields(cell.status)
+        fields, blobs = cell.outputs.contents()
         header = {
             "op": "ended",
             "run_id": cell.run_id,
-            "exit_code": cell.report["exit_code"] if cell.report else _exit_code(cell.status),
-            "signal": None if cell.report else _signal(cell.status),
+            **ended,
             "wall_ms": wall_ms,
             "cpu_ms": cpu_ms,
             "peak_kb": cell.peak_kb,
-            "stdout_truncated": stdout_cut,
-            "stderr_truncated": stderr_cut,
-            "committed": state is not None,
+            **fields,
             "state": state,
             "states": [*self.states],
             "lost": cell.lost,
         }
-        report_size, _ = output_files.written_bytes(cell.fds[2], runner.max_report_bytes(cell.output_limit_bytes))
-        blobs = [(cell.fds[0], stdout_size), (cell.fds[1], stderr_size), (cell.fds[2], report_size)]
-        blobs += [(fd, output_files.written_bytes(fd, cell.files_limit_bytes)[0]) for fd in cell.fds[3:]]
         self.writer.add(header, blobs)
-        for fd in cell.fds:
-            os.close(fd)
+        cell.outputs.close()
 
     def _commit(self, cell: Cell) -> int | None:
         """Make the process of a cell a state, and return its number. Return None if the process has ended.
@@ -353,15 +346,11 @@ class Keeper:
 
     def _reap(self) -> None:
         """Collect processes that have ended. A state that has ended is forgotten."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                if self.cell is not None and pid == self.cell.process.pid:
-                    self.cell.status, self.cell.peak_kb = status, usage.ru_maxrss
-                for number in [number for number, state in self.states.items() if state.pid == pid]:
-                    self.states.pop(number).channel.close()
+        for pid, status, usage in system_calls.ended_children():
+            if self.cell is not None and pid == self.cell.process.pid:
+                self.cell.status, self.cell.peak_kb = status, usage.ru_maxrss
+            for number in [number for number, state in self.states.items() if state.pid == pid]:
+                self.states.pop(number).channel.close()
 
 
 HANDLERS: dict[str, Callable[..., None]] = {"call": Keeper.on_call, "kill": Keeper._on_kill}
@@ -412,13 +401,3 @@ def _process_cpu_ms(pid: int) -> float:
         return time.clock_gettime(~pid << 3 | 2) * 1e3  # as clock_getcpuclockid(3) computes the number
     except OSError:
         return 0.0
-
-
-def _exit_code(status: int | None) -> int | None:
-    return os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else None
-
-
-def _signal(status: int | None) -> int | None:
-    if status is None:
-        return int(signal.SIGKILL)
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None

@@ -12,10 +12,13 @@ call, and `invoke` calls the function of the C library with the same name. There
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
+from collections.abc import Iterator
 
 _MACHINE = os.uname().machine
 
@@ -115,6 +118,13 @@ def open_child_signal_fd() -> int:
     """Return a descriptor that is readable when a child has died (signalfd(2)). No signal handler is needed."""
     sigprocmask(signal.SIG_BLOCK, _SIGCHLD_ONLY, None)
     return check(signalfd(-1, _SIGCHLD_ONLY, _SFD_CLOEXEC), "signalfd")
+
+
+def ended_children() -> Iterator[tuple[int, int, resource.struct_rusage]]:
+    """Collect all children that have ended. Yield pid, wait status and usage of each."""
+    with contextlib.suppress(ChildProcessError):
+        while (child := os.wait4(-1, os.WNOHANG))[0]:
+            yield child
 
 
 def check(result: int, name: str) -> int:

@@ -47,6 +47,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 import fork_batch
+import call_outputs
 import output_files
 import answer_check
 import notebook
@@ -81,13 +82,11 @@ class RunningCall:
     def __init__(self, call: dict) -> None:
         self.run_id: int = call["run_id"]
         self.slot: int = call["slot"]
-        self.output_limit_bytes: int = call["output_bytes"]
-        self.disk_limit_bytes: int = call["return_bytes"]
         self.pid = 0
         self.started = 0.0  # time of the fork, by time.monotonic
         self.deadline: float | None = None  # time at which it is reported as still running; None once it is
-        self.fds: list[int] = []
-        self.files_fd = -1  # of the returned files; it is also in `fds`
+        self.outputs: call_outputs.CallOutputs | None = None
+        self.fds: list[int] = []  # all others
         self.temp_dir: str | None = None
         self.temp_dir_fd = -1  # it is also in `fds`
 
@@ -95,6 +94,8 @@ class RunningCall:
         for fd in self.fds:
             os.close(fd)
         self.fds = []
+        if self.outputs is not None:
+            self.outputs.close()
         if self.temp_dir is not None:
             import shutil  # only at level `none`, since it adds mappings, which every fork copies
 
@@ -175,6 +176,8 @@ class Zygote:
     def on_call(self, call: dict, body: memoryview, record: memoryview) -> None:
         """Open a call's files. The next `fork_pending` forks the call."""
         running = RunningCall(call)
+        if "session" in call:
+            running.fds.append(self.reader.fds.pop(0))
         if len(self.to_fork) == fork_batch.MAX_JOBS:
             self.fork_pending()
         try:
@@ -190,22 +193,15 @@ class Zygote:
         """Open a call's files. Return pairs: a descriptor in the zygote, and the descriptor that it becomes in the
         call."""
         self.confinement.prepare_slot(running.slot)
-        sizes = [running.output_limit_bytes] * 2 + [runner.max_report_bytes(running.output_limit_bytes)]
-        for size in sizes:
-            running.fds.append(output_files.bounded_file(size))
-        fds = list(zip(running.fds, (1, 2, runner.REPORT_FD)))
+        running.outputs = call_outputs.CallOutputs(call)
+        fds = running.outputs.in_call()
+        if "session" in call:
+            fds.append((running.fds[0], session.SOCKET_FD))
         code_size, stdin_size = call["blobs"][:2]
         if stdin_size:
             stdin = output_files.input_file(body[code_size : code_size + stdin_size])
             running.fds.append(stdin)
             fds.append((stdin, 0))
-        if call["returns_files"]:
-            running.files_fd = output_files.bounded_file(running.disk_limit_bytes)
-            running.fds.append(running.files_fd)
-            fds.append((running.files_fd, returned_files.FILES_FD))
-        if "session" in call:
-            running.fds.append(self.reader.fds.pop(0))
-            fds.append((running.fds[-1], session.SOCKET_FD))
         if self.confinement.landlock is not None:
             self.confinement.landlock.make_dir(running.slot)
         elif self.confinement.scratch_mount is None:
@@ -276,14 +272,10 @@ class Zygote:
         runner.run(call, frames.split_blobs(body, call["blobs"]))
 
     def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                running = self.running.pop(pid, None)
-                if running is not None:  # otherwise it was an orphan, or a child zygote, whose end the socket shows
-                    self.ending.append((running, status, usage))
+        for pid, status, usage in system_calls.ended_children():
+            running = self.running.pop(pid, None)
+            if running is not None:  # otherwise it was an orphan, or a child zygote, whose end the socket shows
+                self.ending.append((running, status, usage))
         landlock, ending, self.ending = self.confinement.landlock, self.ending, []
         for ended in ending:
             if landlock is None or landlock.clean_up(ended[0].slot):
@@ -294,30 +286,22 @@ class Zygote:
     def send_ended(self, running: RunningCall, status: int, usage: resource.struct_rusage) -> None:
         """Send the result of a call, with its wait status and resource usage, and close its files."""
         wall_ms = (time.monotonic() - running.started) * 1e3
-        limit = running.output_limit_bytes
-        stdout, stderr, report = running.fds[:3]
-        stdout_size, stdout_truncated = output_files.written_bytes(stdout, limit)
-        stderr_size, stderr_truncated = output_files.written_bytes(stderr, limit)
-        report_size, _ = output_files.written_bytes(report, runner.max_report_bytes(limit))
+        assert running.outputs is not None
         if self.confined_flags[running.slot] != _CONFINED:
+            report, report_size = running.outputs.report()
             reason = os.pread(report, report_size, 0).decode("utf-8", "replace")
             self._send_start_failed(running, reason)
             return
+        fields, blobs = running.outputs.contents()
         header = {
             "op": "ended",
             "run_id": running.run_id,
-            "exit_code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-            "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+            **call_outputs.exit_fields(status),
             "wall_ms": wall_ms,
             "cpu_ms": (usage.ru_utime + usage.ru_stime) * 1e3,
             "peak_kb": max(0, usage.ru_maxrss - self.inherited_kb),
-            "stdout_truncated": stdout_truncated,
-            "stderr_truncated": stderr_truncated,
+            **fields,
         }
-        blobs = [(stdout, stdout_size), (stderr, stderr_size), (report, report_size)]
-        if running.files_fd >= 0:
-            files_size, _ = output_files.written_bytes(running.files_fd, running.disk_limit_bytes)
-            blobs.append((running.files_fd, files_size))
         self.writer.add(header, blobs)
         running.close()
         self.confinement.release_slot(running.slot)
