@@ -392,7 +392,7 @@ class Executor:
         call.mark_cancelled()  # it stands for the keeper from now on, whose end is not the result of a call
 
     def on_session_ended(self, session: Session, reason: str) -> None:
-        if session.was_ready:
+        if session.was_ready:  # otherwise the call that was to open it has been lost
             self._on_session_ended(session.id, reason)
 
     def on_call_ended(self, zygote: Zygote, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None:

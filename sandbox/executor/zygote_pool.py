@@ -5,7 +5,7 @@ imported. Each profile but `bare` extends another profile (`profile_choice.Profi
 profile. The zygote of `bare` is started with the jail; every other zygote is forked from the zygote of the nearest
 profile that its profile extends. The `verify` zygote is forked only on the first request for it.
 
-    task per profile:  _supervise -> _run_zygote -> _spawn, _serve_zygote (_handshake, then _handle_frame per frame)
+    task per profile:  _supervise -> _run_zygote -> _spawn, _serve (_handshake, then _handle_frame per frame)
                            ^                                   |
                            +------- back-off <----- _reap -----+    its calls are lost, its slots released
 
@@ -25,9 +25,10 @@ import os
 import resource
 import socket
 import subprocess
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -58,6 +59,9 @@ KILL_TIMEOUT_S = 2.0
 """Maximum seconds from the kill of a jail to the start of the next one."""
 END_POLL_INTERVAL_S = 0.005
 """Seconds between two checks whether a killed jail has ended. It usually ends within milliseconds."""
+
+
+AnyZygote = TypeVar("AnyZygote", bound=Zygote)
 
 
 class PoolOwner(Protocol):
@@ -213,33 +217,14 @@ class ZygotePool:
                 raise
             call.attempt = keeper
             zygote.start_call(keeper, session.header, keeper_sock.fileno())
-        self._nursery.start_soon(self._serve_session, session)
+        self._nursery.start_soon(self._run_session, session)
 
-    async def _serve_session(self, session: Session) -> None:
-        """Exchange frames with a keeper until it ends. A `ProtocolError` ends the session, and no other."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(session.stream.flush_forever)
-            reason = "its keeper has ended"
-            try:
-                with trio.fail_after(START_TIMEOUT_S):
-                    await _receive_one(session, "ready")
-                self.sessions[session.id] = session
-                session.was_ready = True
-                self._owner.on_session_ready(session)
-                while frames := await session.receive():
-                    for header, blobs in frames:
-                        self._handle_frame(session, header, blobs)
-                    self._owner.on_frames_handled()
-            except trio.TooSlowError:
-                reason = f"its keeper was not ready within {START_TIMEOUT_S:g} s"
-            except (NodeError, ProtocolError) as error:
-                reason = str(error)
-            finally:
-                session.end()
-                nursery.cancel_scope.cancel()
+    async def _run_session(self, session: Session) -> None:
+        """Serve a session until its end."""
+        reason = await self._serve(session, self._receive_ready)
+        session.end()
         session.stream.close()
-        if self.sessions.get(session.id) is session:
-            del self.sessions[session.id]
+        self.sessions.pop(session.id, None)
         lost = list(session.running.values())
         session.running.clear()
         for attempt in lost:
@@ -247,6 +232,11 @@ class ZygotePool:
             self._release_slot(attempt.slot)
         self._owner.on_calls_lost(lost, f"the session has ended: {reason}")
         self._owner.on_session_ended(session, reason)
+
+    async def _receive_ready(self, session: Session) -> None:
+        await _receive_one(session, "ready")
+        self.sessions[session.id] = session
+        self._owner.on_session_ready(session)
 
     async def _supervise(self, profile: str) -> None:
         """Run the zygote of a profile, and restart it whenever it has ended."""
@@ -276,7 +266,7 @@ class ZygotePool:
         try:
             with zygote_sock:
                 zygote = await self._spawn(profile, stream, zygote_sock)
-            return zygote, await self._serve_zygote(zygote)
+            return zygote, await self._serve(zygote, self._handshake)
         except NodeError as error:
             return None, str(error)
         finally:
@@ -298,19 +288,15 @@ class ZygotePool:
         stream.write(zygote_frames.pack({"op": "configure", "plan": self._confinement_plan, "profile": str(profile)}))
         return Zygote(profile, stream, self._jail_process)
 
-    async def _serve_zygote(self, zygote: Zygote) -> str:
-        """Exchange frames with a zygote until it ends; return the reason. A `ProtocolError` kills its jail."""
+    async def _serve(self, zygote: AnyZygote, handshake: Callable[[AnyZygote], Awaitable[None]]) -> str:
+        """Exchange frames with a zygote, or with the keeper of a session, until it ends; return the reason. A
+        `ProtocolError` of a zygote kills its jail."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(zygote.stream.flush_forever)
             try:
                 with trio.fail_after(START_TIMEOUT_S):
-                    await self._handshake(zygote)
-                self.zygotes[zygote.profile] = zygote
+                    await handshake(zygote)
                 zygote.was_ready = True
-                if self._is_replacement or all(profile in self.zygotes for profile in self._profiles):
-                    self.has_been_ready = True
-                self._notify_change()
-                self._owner.on_zygote_ready()
                 while frames := await zygote.receive():
                     for header, blobs in frames:
                         self._handle_frame(zygote, header, blobs)
@@ -321,14 +307,15 @@ class ZygotePool:
             except NodeError as error:
                 return str(error)
             except ProtocolError as error:
-                await self._end_jail(zygote.jail_process)
+                if not isinstance(zygote, Session):  # a session ends alone
+                    await self._end_jail(zygote.jail_process)
                 return str(error)
             finally:
                 nursery.cancel_scope.cancel()
 
     async def _handshake(self, zygote: Zygote) -> None:
         """Wait for the frame `loaded`, read the memory of the zygote from /proc, answer with `start`, and wait for the
-        frame `ready`."""
+        frame `ready`. From then on the zygote gets calls."""
         header = await _receive_one(zygote, "loaded")
         zygote.modules = frozenset(zygote_frames.get_texts(header, "modules"))
         zygote.python = zygote_frames.get_text(header, "python")
@@ -353,6 +340,11 @@ class ZygotePool:
                 zygote.jail_exited = self._watch_jail_init(pid)
         zygote.send({"op": "start", "address_space_bytes": mapped_bytes, "report_after_s": self._report_after_s})
         await _receive_one(zygote, "ready")
+        self.zygotes[zygote.profile] = zygote
+        if self._is_replacement or all(profile in self.zygotes for profile in self._profiles):
+            self.has_been_ready = True
+        self._notify_change()
+        self._owner.on_zygote_ready()
 
     def _handle_frame(self, zygote: Zygote, header: Header, blobs: list[bytes]) -> None:
         run_id: object = header.get("run_id")

@@ -97,11 +97,7 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
     form = validation.BatchForm(request.app[DISPATCHER].config, request[TENANT])
     async with exchange.AdmittedBatch(request, form) as (batch, body_type, status):
         content_type = codec.response_type(request, body_type, BATCH_TYPES)
-        if content_type in (NDJSON, MSGPACK_STREAM):
-            return await exchange.stream(request, status, batch, content_type)
-        begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
-        body = await codec.encode_results(exchange.pop_results(batch), len(batch.results), content_type)
-        return await exchange.respond(request, status, body, content_type, begun)
+        return await exchange.respond_with_results(request, batch, status, content_type)
 
 
 async def run_verify(request: web.Request) -> web.StreamResponse:

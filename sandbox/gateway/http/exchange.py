@@ -158,6 +158,17 @@ def pop_results(batch: Batch) -> Iterator[EncodedResult]:
     return map(batch.pop_result, range(len(batch.results)))
 
 
+async def respond_with_results(
+    request: web.Request, batch: Batch, status: int, content_type: str
+) -> web.StreamResponse:
+    """Send the results of a batch: streamed as they come, or all in order, as `content_type` says."""
+    if content_type in (NDJSON, MSGPACK_STREAM):
+        return await stream(request, status, batch, content_type)
+    begun = await wait_with_heartbeats(request, batch, status, content_type)
+    body = await codec.encode_results(pop_results(batch), len(batch.results), content_type)
+    return await respond(request, status, body, content_type, begun)
+
+
 async def respond(
     request: web.Request,
     status: int,

@@ -198,35 +198,35 @@ def _overview(needs_token: bool) -> str:
 
 def schemas() -> dict[str, Schema]:
     """Return every named schema."""
-    timeout = _field("number", BATCH_FIELDS["queue_timeout_s"], exclusiveMinimum=0)
+    timeout = field_schema("number", BATCH_FIELDS["queue_timeout_s"], exclusiveMinimum=0)
     call = call_schema()
     defaults = {name: schema for name, schema in call["properties"].items() if name not in ("code", "id")}
     result = response_schema(Result)
-    index = _field("integer", "index in the batch of the call that this result belongs to")
-    line = _object(
+    index = field_schema("integer", "index in the batch of the call that this result belongs to")
+    line = object_schema(
         f"A result. Skip empty lines (nil in msgpack): they are heartbeats, sent after each {HEARTBEAT_S:g} s without "
         "a result.",
         {"index": index, **result["properties"]},
         additionalProperties=True,
     )
     batch = {
-        "calls": _field("array", BATCH_FIELDS["calls"], minItems=1, items=reference("Call")),
+        "calls": field_schema("array", BATCH_FIELDS["calls"], minItems=1, items=reference("Call")),
         "defaults": {**reference("Defaults"), "description": BATCH_FIELDS["defaults"]},
         "queue_timeout_s": timeout,
-        "deadline_s": _field("number", BATCH_FIELDS["deadline_s"], **_range(DEADLINE_RULE)),
+        "deadline_s": field_schema("number", BATCH_FIELDS["deadline_s"], **_range(DEADLINE_RULE)),
     }
     ready = {
-        "status": _field("string", "ready; anything else is an HTTP error"),
-        "executors_ready": _field("integer", "executors that accept calls; more may still be starting"),
-        "executors": _field("integer", "all executors, those that start or restart included"),
-        "isolation": _field("string", "the isolation level of all calls"),
-        "isolation_reason": _field(
+        "status": field_schema("string", "ready; anything else is an HTTP error"),
+        "executors_ready": field_schema("integer", "executors that accept calls; more may still be starting"),
+        "executors": field_schema("integer", "all executors, those that start or restart included"),
+        "isolation": field_schema("string", "the isolation level of all calls"),
+        "isolation_reason": field_schema(
             "string", "why `auto` did not choose a stronger level; empty if it chose the strongest"
         ),
     }
     error = {
-        "type": _field("string", "name of the HTTP status, such as InvalidRequest"),
-        "message": _field("string", "expected, received, and what to do"),
+        "type": field_schema("string", "name of the HTTP status, such as InvalidRequest"),
+        "message": field_schema("string", "expected, received, and what to do"),
     }
     return {
         "Limits": _limits_schema(),
@@ -244,11 +244,11 @@ def schemas() -> dict[str, Schema]:
         "Line": line,
         **_verify_schemas(call["properties"], timeout),
         **_stats_schemas(),
-        "State": _object(
-            "The state of the server.", {"status": _field("string", "ok; anything else is an HTTP error")}
+        "State": object_schema(
+            "The state of the server.", {"status": field_schema("string", "ok; anything else is an HTTP error")}
         ),
-        "Ready": _object("Whether the server accepts calls, and how it isolates them.", ready),
-        "Refusal": _object("A request that is rejected.", {"error": _object("the reason", error)}),
+        "Ready": object_schema("Whether the server accepts calls, and how it isolates them.", ready),
+        "Refusal": object_schema("A request that is rejected.", {"error": object_schema("the reason", error)}),
     }
 
 
@@ -257,9 +257,11 @@ def call_schema() -> Schema:
     schema = _schema_of_dataclass(Call, CALL_FIELDS)
     properties = schema["properties"]
     properties["priority"] |= _range(PRIORITY_RULE)
-    properties["deadline_s"] = _field("number", CALL_FIELDS["deadline_s"], **_range(DEADLINE_RULE))
+    properties["deadline_s"] = number_schema(DEADLINE_RULE)
     properties["env"]["propertyNames"] = {"pattern": f"^{VARIABLE_NAME.pattern}$"}
-    text = input_schema("a file that is text", {"text": _field("string", "the text, as UTF-8 in the file")}, "text")
+    text = input_schema(
+        "a file that is text", {"text": field_schema("string", "the text, as UTF-8 in the file")}, "text"
+    )
     properties["files"]["additionalProperties"] = {"anyOf": [_schema_of_hint(bytes), text]}
     properties["stdin_base64"] = {**_schema_of_hint(bytes), "description": CALL_FIELDS["stdin_base64"]}
     schema["properties"] = {name: properties[name] for name in CALL_FIELDS}
@@ -268,15 +270,15 @@ def call_schema() -> Schema:
 
 def _verify_schemas(call_properties: Schema, timeout: Schema) -> dict[str, Schema]:
     """Return the schemas of `/v1/verify`."""
-    pair = {name: _field("string", doc) for name, doc in PAIR_FIELDS.items()}
-    pairs = _field("array", VERIFY_FIELDS["pairs"], minItems=1, items=reference("Pair"))
+    pair = {name: field_schema("string", doc) for name, doc in PAIR_FIELDS.items()}
+    pairs = field_schema("array", VERIFY_FIELDS["pairs"], minItems=1, items=reference("Pair"))
     options = {
         "strictness": {
             **reference("Strictness"),
             "description": OPTION_FIELDS["strictness"],
             "default": Strictness.STRICT.value,
         },
-        "rounding": _field("boolean", OPTION_FIELDS["rounding"], default=False),
+        "rounding": field_schema("boolean", OPTION_FIELDS["rounding"], default=False),
     }
     shared = options | {name: call_properties[name] for name in VERIFY_FIELDS if name in call_properties}
     description = "Pairs to check, each in its own call, how they are compared, and the limits of these calls."
@@ -294,57 +296,57 @@ def _stats_schemas() -> dict[str, Schema]:
     """Return the schemas of `/v1/stats`. Each number has the unit in its name."""
     latency: Schema = {"anyOf": [{"type": "null"}, reference("Percentiles")]}
     interval = {
-        "at_s": _field("number", "end of the interval, in seconds since the server started"),
-        "seconds": _field("number", "length of the interval"),
+        "at_s": field_schema("number", "end of the interval, in seconds since the server started"),
+        "seconds": field_schema("number", "length of the interval"),
         "statuses": _counts("calls finished in the interval, by status"),
         "events": _counts("all other counters, their growth in the interval"),
         "queue_ms": {**latency, "description": "waiting time for a slot, of the finished calls"},
         "run_ms": {**latency, "description": "run time of the finished calls"},
         "answer_ms": {**latency, "description": "time from admission to result, of the finished calls"},
     }
-    gauge = _field("number", "value at the end of the interval")
-    step = {"number": _field("integer", "number of the step, from 1"), **interval}
-    percentiles = {f"p{n}": _field("number", f"{n} % of the calls took no longer") for n in PERCENTILES}
+    gauge = field_schema("number", "value at the end of the interval")
+    step = {"number": field_schema("integer", "number of the step, from 1"), **interval}
+    percentiles = {f"p{n}": field_schema("number", f"{n} % of the calls took no longer") for n in PERCENTILES}
     totals = {
         "statuses": _counts("finished calls, by status"),
         "events": _counts("all other counters"),
     }
     stats = {
-        "service": _field("object", "version, state and capacity of the server"),
+        "service": field_schema("object", "version, state and capacity of the server"),
         "now": {**reference("Span"), "description": "the last ten seconds"},
-        "totals": _object("since the server started", totals),
-        "executors": _field("array", "one row for each executor", items={"type": "object"}),
-        "nodes": _field("array", "one row for each node, only with --cluster", items={"type": "object"}),
+        "totals": object_schema("since the server started", totals),
+        "executors": field_schema("array", "one row for each executor", items={"type": "object"}),
+        "nodes": field_schema("array", "one row for each node, only with --cluster", items={"type": "object"}),
         "missed_imports": _counts("imports by calls of modules that no zygote had preloaded, by module"),
-        "tenants": _field(
+        "tenants": field_schema(
             "array", "the tenants of the tenants file that have had calls", items=reference("TenantUsage")
         ),
-        "steps": _field("array", "the last ten minutes", items=reference("Step")),
+        "steps": field_schema("array", "the last ten minutes", items=reference("Step")),
     }
     own_stats = {
         "service": stats["service"],
-        "at_s": _field("number", "seconds since the server started"),
-        "tenants": _field("array", "the tenant of the token", items=reference("TenantUsage")),
+        "at_s": field_schema("number", "seconds since the server started"),
+        "tenants": field_schema("array", "the tenant of the token", items=reference("TenantUsage")),
     }
     usage = {
-        "name": _field("string", "name of the tenant"),
+        "name": field_schema("string", "name of the tenant"),
         "statuses": _counts("finished calls since the server started, by status"),
-        "waiting": _field("integer", "calls that wait for a slot now"),
-        "dispatched": _field("integer", "calls that executors have now"),
-        "bytes": _field("integer", "bytes of code, stdin and files of the unfinished calls"),
-        "run_s": _field("number", "seconds that the finished calls ran"),
-        "cpu_s": _field("number", "CPU seconds that the finished calls used"),
+        "waiting": field_schema("integer", "calls that wait for a slot now"),
+        "dispatched": field_schema("integer", "calls that executors have now"),
+        "bytes": field_schema("integer", "bytes of code, stdin and files of the unfinished calls"),
+        "run_s": field_schema("number", "seconds that the finished calls ran"),
+        "cpu_s": field_schema("number", "CPU seconds that the finished calls used"),
     }
     return {
-        "Percentiles": _object("milliseconds, at most 7 % from the true value", percentiles),
-        "Span": _object("An interval of about ten seconds up to now.", interval, additionalProperties=gauge),
-        "Step": _object("An interval of about a second.", step, additionalProperties=gauge),
-        "TenantUsage": _object("The calls of one tenant.", usage),
+        "Percentiles": object_schema("milliseconds, at most 7 % from the true value", percentiles),
+        "Span": object_schema("An interval of about ten seconds up to now.", interval, additionalProperties=gauge),
+        "Step": object_schema("An interval of about a second.", step, additionalProperties=gauge),
+        "TenantUsage": object_schema("The calls of one tenant.", usage),
         "ServerStats": {
-            **_object("The data of the dashboard.", stats),
+            **object_schema("The data of the dashboard.", stats),
             "required": [name for name in stats if name != "nodes"],
         },
-        "OwnStats": _object("What the token of a tenant gets: its own calls.", own_stats),
+        "OwnStats": object_schema("What the token of a tenant gets: its own calls.", own_stats),
         "Stats": {
             "description": "The data of the dashboard, or for the token of a tenant its own calls.",
             "anyOf": [reference("ServerStats"), reference("OwnStats")],
@@ -352,22 +354,22 @@ def _stats_schemas() -> dict[str, Schema]:
     }
 
 
-def _field(json_type: str, description: str, **rules: object) -> Schema:
+def field_schema(json_type: str, description: str, **rules: object) -> Schema:
     return {"type": json_type, "description": description, **rules}
 
 
 def _counts(description: str) -> Schema:
-    return _field("object", description, additionalProperties={"type": "integer"})
+    return field_schema("object", description, additionalProperties={"type": "integer"})
 
 
-def _object(description: str, properties: Schema, **rules: object) -> Schema:
+def object_schema(description: str, properties: Schema, **rules: object) -> Schema:
     """Return the schema of an object in a response: every property is always present."""
-    return _field("object", description, properties=properties, required=list(properties), **rules)
+    return field_schema("object", description, properties=properties, required=list(properties), **rules)
 
 
 def input_schema(description: str, properties: Schema, *required: str) -> Schema:
     """Return the schema of an object in a request: other properties are errors."""
-    schema = _field("object", description, properties=properties, additionalProperties=False)
+    schema = field_schema("object", description, properties=properties, additionalProperties=False)
     return schema | ({"required": list(required)} if required else {})
 
 
@@ -379,7 +381,9 @@ def response_schema(cls: type) -> Schema:
 
 def list_of(name: str, doc: str) -> Schema:
     """Return the schema of the response to a batch, a list of results with this schema."""
-    return _object(f"The response to a batch: {doc}.", {"results": _field("array", doc, items=reference(name))})
+    return object_schema(
+        f"The response to a batch: {doc}.", {"results": field_schema("array", doc, items=reference(name))}
+    )
 
 
 def _operation(route: Route) -> Schema:
@@ -428,11 +432,13 @@ def reference(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
+def number_schema(rule: NumberRule, **rules: object) -> Schema:
+    """Return the schema of a number with this rule."""
+    return field_schema("integer" if rule.whole else "number", rule.doc, **rules, **_range(rule))
+
+
 def _limits_schema() -> Schema:
-    properties = {
-        name: _field("integer" if rule.whole else "number", rule.doc, default=rule.default, **_range(rule))
-        for name, rule in LIMIT_FIELDS.items()
-    }
+    properties = {name: number_schema(rule, default=rule.default) for name, rule in LIMIT_FIELDS.items()}
     return input_schema(_first_sentence(Limits), properties)
 
 

@@ -25,8 +25,11 @@ from sandbox.gateway.http.openapi import (
     Route,
     Schema,
     call_schema,
+    field_schema,
     input_schema,
     list_of,
+    number_schema,
+    object_schema,
     reference,
     response_schema,
 )
@@ -248,11 +251,7 @@ async def run_cells(request: web.Request) -> web.StreamResponse:
 
     async with exchange.AdmittedBatch(request, form, bind) as (batch, body_type, status):
         content_type = codec.response_type(request, body_type, BATCH_TYPES)
-        if content_type in (NDJSON, MSGPACK_STREAM):
-            return await exchange.stream(request, status, batch, content_type)
-        begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
-        body = await codec.encode_results(exchange.pop_results(batch), len(batch.results), content_type)
-        return await exchange.respond(request, status, body, content_type, begun)
+        return await exchange.respond_with_results(request, batch, status, content_type)
 
 
 async def show_session(request: web.Request) -> web.Response:
@@ -297,13 +296,13 @@ def _describe(session: Session) -> dict[str, Any]:
     }
 
 
-_SESSION = {
-    "session": {"type": "string", "description": "id of the session"},
-    "head": {"type": "integer", "description": "number of the state from which the next cell runs"},
-    "states": {"type": "array", "items": {"type": "integer"}, "description": "numbers of the states that are kept"},
-    "cells": {"type": "integer", "description": "number of cells that have ended"},
-    "is_running": {"type": "boolean", "description": "whether a cell runs now"},
-    "expires_in_s": {"type": "number", "description": "seconds until the session ends if it gets no further cell"},
+_SESSION: dict[str, Schema] = {
+    "session": field_schema("string", "id of the session"),
+    "head": field_schema("integer", "number of the state from which the next cell runs"),
+    "states": field_schema("array", "numbers of the states that are kept", items={"type": "integer"}),
+    "cells": field_schema("integer", "number of cells that have ended"),
+    "is_running": field_schema("boolean", "whether a cell runs now"),
+    "expires_in_s": field_schema("number", "seconds until the session ends if it gets no further cell"),
 }
 _EXAMPLE_SESSION = {
     "session": "5f0e2c9d8a7b46318e0d5c4b3a291807",
@@ -318,73 +317,44 @@ _EXAMPLE_RESULT = CellResult(
 ).encode()
 
 
-def _number_schema(rule: NumberRule, doc: str) -> Schema:
-    json_type = "integer" if rule.whole else "number"
-    return {"type": json_type, "minimum": rule.low, "maximum": rule.high, "description": doc}
-
-
 def _schemas() -> dict[str, Schema]:
     call = call_schema()["properties"]
-    cell = {name: call[name] for name in CELL_CALL_FIELDS if name != "limits"}
-    limits = {name: rule for name, rule in LIMIT_FIELDS.items() if name in CELL_LIMITS}
-    cell["limits"] = input_schema(
-        "limits of the cell; the others are limits of the session",
-        {name: {**_number_schema(rule, rule.doc), "default": rule.default} for name, rule in limits.items()},
-    )
-    cell["deadline_s"] = call["deadline_s"]
-    cell |= {name: _number_schema(STATE_RULE, CELL_FIELDS[name]) for name in ("state", "if_state")}
+    limits = {name: number_schema(LIMIT_FIELDS[name], default=LIMIT_FIELDS[name].default) for name in CELL_LIMITS}
+    cell = {name: call[name] for name in (*CELL_CALL_FIELDS, "deadline_s")}
+    cell["limits"] = input_schema("limits of the cell; the others are limits of the session", limits)
+    state = number_schema(STATE_RULE)
+    cell |= {name: {**state, "description": CELL_FIELDS[name]} for name in ("state", "if_state")}
     rules = {"keep_states": KEEP_STATES_RULE, "idle_s": IDLE_RULE, "max_s": MAX_RULE}
-    opened = {name: {**call[name], "description": SESSION_FIELDS[name]} for name in SESSION_FIELDS if name in call}
-    opened |= {name: {**_number_schema(rule, rule.doc), "default": rule.default} for name, rule in rules.items()}
-    member = {**cell, "session": _SESSION["session"]}
+    opened = {name: {**call[name], "description": doc} for name, doc in SESSION_FIELDS.items() if name in call}
+    opened |= {name: number_schema(rule, default=rule.default) for name, rule in rules.items()}
+    member = input_schema("A cell and its session.", {**cell, "session": _SESSION["session"]}, "code", "session")
     result = response_schema(CellResult)
     result["required"].remove("session")  # a cell that is malformed or unavailable has none
     return {
         "SessionState": response_schema(SessionState),
         "OpenSession": input_schema("A session to open.", opened),
-        "Session": {
-            "type": "object",
-            "description": "An open session.",
-            "properties": _SESSION,
-            "required": [*_SESSION],
-        },
-        "Sessions": {
-            "type": "object",
-            "description": "The open sessions.",
-            "properties": {
-                "sessions": {"type": "array", "items": reference("Session"), "description": "those of the token"}
-            },
-            "required": ["sessions"],
-        },
+        "Session": object_schema("An open session.", _SESSION),
+        "Sessions": object_schema(
+            "The open sessions.",
+            {"sessions": field_schema("array", "those that the token reaches", items=reference("Session"))},
+        ),
         "Cell": input_schema("Code to run in a session.", cell, "code"),
         "Cells": input_schema(
             "Cells of several sessions.",
-            {
-                "cells": {
-                    "type": "array",
-                    "minItems": 1,
-                    "description": CELLS_FIELDS["cells"],
-                    "items": input_schema("A cell and its session.", member, "code", "session"),
-                }
-            },
+            {"cells": field_schema("array", CELLS_FIELDS["cells"], minItems=1, items=member)},
             "cells",
         ),
         "Rollback": input_schema(
-            "The state to return to.", {"state": _number_schema(STATE_RULE, ROLLBACK_FIELDS["state"])}, "state"
+            "The state to return to.", {"state": {**state, "description": ROLLBACK_FIELDS["state"]}}, "state"
         ),
         "CellResult": result,
         "CellResults": list_of("CellResult", "one result for each cell, in the order of the cells"),
-        "Closed": {
-            "type": "object",
-            "description": "The session is closed.",
-            "properties": {"status": {"type": "string", "description": "closed"}},
-            "required": ["status"],
-        },
+        "Closed": object_schema("The session is closed.", {"status": field_schema("string", "closed")}),
     }
 
 
 _ERRORS = (*CALL_ERROR_STATUSES, 404, 409, 410)
-_PATH = {"session": {"type": "string", "minLength": 1, "description": "id of the session"}}
+_PATH = {"session": {**_SESSION["session"], "minLength": 1}}
 _CELL_RESULT = dict.fromkeys(BODY_TYPES, "CellResult")
 _CELL_RESULTS = {**dict.fromkeys(BODY_TYPES, "CellResults"), NDJSON: "Line", MSGPACK_STREAM: "Line"}
 
