@@ -181,7 +181,7 @@ def _route(operation: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _example(content: Mapping[str, Any]) -> str:
-    """Return the block with the example of a body, in JSON if it can be JSON."""
+    """Return a code block with the example of a body. A body that can be JSON or msgpack is shown as JSON."""
     content_type = "application/json" if "application/json" in content else next(iter(content))
     example = content[content_type]["example"]
     text = example.rstrip("\n") if content_type.startswith("text/") else _json_lines(example)

@@ -426,7 +426,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """What a session has after a cell: its states, and the head, from which the next cell runs."""
+    """The states of a session after a cell. The head is the state from which the next cell runs."""
 
     head: Annotated[int, "number of the state from which the next cell runs"] = 0
     states: Annotated[tuple[int, ...], "numbers of the states that are kept"] = (0,)

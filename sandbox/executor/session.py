@@ -9,8 +9,8 @@ The field `session` of an encoded call says what the call is to do with a sessio
     {op: "open", id, keep_states}     start a session; ok once it has its first state
     {op: "cell", id, state}           run the code in a fork of a state; without `state`, of the head
 
-The result of both has `session`: {head, states, committed, lost}. The head is the state from which the next cell is
-forked: the state of the last committed cell.
+The result of both has the field `session`: {head, states, committed, lost}. The head is the state from which the next
+cell is forked: the state that the last cell has made or, if it made none, the state from which it ran.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ trusts no entry. The bounds in this module only save the call from useless work.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -195,6 +196,12 @@ class FileWriter:
             return stat.S_ISDIR(os.lstat(os.path.join(self._working_dir, path)).st_mode)
         except OSError:
             return False
+
+
+def close_figures() -> None:
+    """Close all figures of pyplot. Do nothing if the code has not imported it or has replaced it."""
+    with contextlib.suppress(Exception):
+        _modules["matplotlib.pyplot"].close("all")
 
 
 def _render(figure: Any) -> bytes:

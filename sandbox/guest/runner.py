@@ -258,6 +258,7 @@ def run_cell(call: dict, blobs: list) -> int:
         returned = returned_files.FileWriter(os.getcwd(), call["return_bytes"])
         if options.get("figures"):
             _write_stderr(returned.render_figures())
+            returned_files.close_figures()  # they are not figures of the next cell
         report.files_truncated = returned.send(options.get("return_files", []))
     exit_code = _flush(exit_code)
     report.send()

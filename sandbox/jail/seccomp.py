@@ -42,7 +42,7 @@ FAKE_SUCCESS = 0x00050000
 """The system call is skipped and returns 0 (SECCOMP_RET_ERRNO with 0). This is for requests that have no effect on the
 results of a call."""
 AUDIT_ARCHS: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""By machine: the kernel's number of the 64-bit entry (AUDIT_ARCH_* in linux/audit.h)."""
+"""For each machine: the value of `seccomp_data.arch` for its 64-bit system calls (AUDIT_ARCH_* in linux/audit.h)."""
 X32_BIT = 0x40000000  # __X32_SYSCALL_BIT, part of the numbers of the x32 ABI; aarch64 has no such numbers
 
 

@@ -86,11 +86,12 @@ _FROM_424 = """
 
 
 def _numbers(parts: Mapping[int, str]) -> dict[str, int]:
-    """Return the numbers of system calls from lists of consecutive ones, by the first number of each list."""
+    """Return the number of each system call. Each value of `parts` lists names whose numbers are consecutive, and its
+    key is the first of these numbers."""
     return {name: number for start, names in parts.items() for number, name in enumerate(names.split(), start)}
 
 
 X86_64 = _numbers({0: _X86_64_FROM_0, 424: _FROM_424})
 AARCH64 = _numbers({0: _AARCH64_FROM_0, 260: _AARCH64_FROM_260, 424: _FROM_424})
 NUMBERS: Mapping[str, Mapping[str, int]] = {"x86_64": X86_64, "aarch64": AARCH64}
-"""The tables by the name of the machine."""
+"""For each machine (`os.uname().machine`): the numbers of its system calls by name."""

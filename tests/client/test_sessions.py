@@ -48,7 +48,7 @@ def client(server_url: str) -> Iterator[Client]:
 
 @pytest.fixture
 def session(client: Client) -> Iterator[Session]:
-    with client.session(keep_states=3, limits=Limits(memory_mb=256)) as session:
+    with client.session(keep_states=3, limits=Limits(memory_mb=1024)) as session:
         yield session
 
 
@@ -59,6 +59,14 @@ def test_a_cell_that_fails_changes_nothing(session: Session) -> None:
     assert (failed.status, failed.session.committed, session.head) == (Status.TIMEOUT, False, 1)
     result = session.run("x, open('f').read()", return_files=["f"])
     assert (result.value, result.files, session.states) == ("(1, 'text')", {"f": b"text"}, (0, 1, 2))
+
+
+@pytest.mark.runtime
+def test_a_figure_belongs_to_one_cell(session: Session) -> None:
+    code = "from matplotlib import pyplot\npyplot.plot([1, 2]);"
+    limits = {"timeout_s": 60}
+    assert list(session.run(code, figures=True, limits=limits).files) == ["figure-1.png"]
+    assert list(session.run("1", figures=True, limits=limits).files) == []
 
 
 @pytest.mark.runtime

@@ -1,1 +1,1 @@
-"""Containers with other users, seccomp profiles and limits. `docker/test` tries the server in each."""
+"""Runs the server in containers with different users, seccomp profiles and limits. `docker/test` starts this."""

@@ -193,7 +193,8 @@ def server(engine: Engine, set_up: SetUp, flags: Sequence[str]) -> Iterator[str]
 
 
 def try_step(engine: Engine, name: str, step: str) -> str:
-    """Run a step in a container beside the server's. Return an empty text, or what does not hold."""
+    """Run a step in a second container, which shares the network of the server's container. Return an empty text if the
+    step holds, else what does not hold."""
     arguments = engine.run_python([f"--network=container:{name}", *LIMITS], "-m", "tests.machines.load", step)
     with subprocess.Popen([*engine.command, *arguments], stdout=-1, stderr=-1, text=True) as client:
         assert client.stdout is not None

@@ -79,8 +79,8 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
     settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygote_pools": 1, "slots": 2}
 
     def on_lost(seq: int, _reason: str, _has_started: bool) -> None:
-        """Submit the second call again, as the gateway does. When the victim is killed, the other zygotes of its
-        jail end a moment later. A call that is sent to one of them in this moment is lost."""
+        """Submit the second call again, as the gateway does. When the first process is killed, the other
+        zygotes of its jail end shortly after it. A call that is sent to one of them in this time is lost."""
         if seq > 1:
             submit(seq + 1, Call("6 * 7"))
 

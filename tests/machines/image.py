@@ -74,14 +74,14 @@ class Architecture:
     """What the machines of an architecture differ in. Serial ports have Linux's names."""
 
     name: str
-    """Debian's name of the architecture."""
+    """Name of the architecture in Debian, such as `arm64`."""
     qemu: str
     """The emulator, with its kind of machine and of processor."""
     packages: str
     """The packages of the emulator, and those by which this host runs the programs of a foreign root."""
     console: str
     serial_port: str
-    """The serial port for the output of the tests."""
+    """Linux's name of the serial port to which the tests write their output."""
     serial_device: str
     """QEMU's name of its device."""
 

@@ -36,7 +36,8 @@ FORK_AND_ALLOCATE = {
     "    except OSError: break\nheld = bytearray(b'x') * (8 << 20)\ntime.sleep(3)",
     "limits": {"timeout_s": 60, "processes": 64, "memory_mb": 128},
 }
-"""Its processes hold 512 MiB. Where the isolation level lets no call fork, it has one process and ends with `ok`."""
+"""The processes of this call hold 512 MiB together. At an isolation level that lets no call fork, the call has one
+process and ends with `ok`."""
 FORK_ONCE = {"code": "import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]", "limits": {"timeout_s": 60}}
 OTHERS: Sequence[dict[str, Any]] = [
     *({"code": f"print({n})\n{n} ** 2", "limits": {"timeout_s": 60}} for n in range(40)),

@@ -1,4 +1,4 @@
-"""The open sessions of a server: where each of them is, its states, and when it ends.
+"""The open sessions of a server: for each session its executor, its states and the time of its end.
 
 A session is an interpreter that keeps its variables and files from cell to cell (`guest/session.py`). It lives in one
 executor. A cell is a call that may run in this executor only (`PendingCall.session`), once: the call table sends it at
@@ -6,8 +6,8 @@ once, beyond the executor's window, and does not send it to another executor if 
 
 Invariants:
 - A session has at most one unfinished cell.
-- An id that was a session is never another session, and its end is never silent: for the last `MAX_ENDED` sessions the
-  table has the reason of the end.
+- No two sessions have the same id. The table keeps the reason for the end of the last `MAX_ENDED` sessions, and each
+  further request for such a session gets the reason.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Session:
         self.cells += 1
 
     def expires_at(self) -> float:
-        """Return the monotonic time at which the session ends if it gets no further cell."""
+        """Return the monotonic time at which the session will end if no further cell is sent."""
         return self.ends_at if self.is_running else min(self.ends_at, self.used_at + self.idle_s)
 
     def end_reason(self, now: float) -> str:
@@ -92,7 +92,7 @@ class SessionTable:
         return self._open.get(session_id)
 
     def ended(self, session_id: str) -> tuple[str, str] | None:
-        """Return the tenant of a session that has ended, and the reason."""
+        """Return the tenant of a session that has ended and the reason of its end. Return None for an unknown id."""
         return self._ended.get(session_id)
 
     def count(self, executor: ExecutorId) -> int:

@@ -133,7 +133,7 @@ _INTERVAL = {
     "run_ms": {"p50": 6.7, "p90": 8.5, "p99": 8.5},
     "answer_ms": {"p50": 8.5, "p90": 9.5, "p99": 9.5},
 }
-"""The numbers of an interval in which two calls finished."""
+"""Example of the statistics of an interval in which two calls finished."""
 EXAMPLES: Mapping[str, Any] = {
     "Execute": {"code": "print(input())\n1 + 1", "stdin": "hi", "limits": {"timeout_s": 4}},
     "Result": _example_result(stdout="hi\n", value="2"),

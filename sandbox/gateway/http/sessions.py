@@ -1,7 +1,8 @@
-"""The routes of sessions: open one, run cells in it, look at it, move its head back, close it.
+"""The routes of sessions: open a session, run cells in it, show it, roll it back, close it.
 
-A session is an interpreter that keeps its variables and files from cell to cell. A cell is a call without some fields,
-and with `state`. The routes build the calls that `executor/session.py` describes, and the rest is as for other calls.
+A session is an interpreter that keeps its variables and files from cell to cell. A cell has some of the fields of a
+call, and `state` and `if_state`. The routes turn cells into the calls that `executor/session.py` describes. From then
+on, a cell is handled as a call.
 """
 
 from __future__ import annotations
