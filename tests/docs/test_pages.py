@@ -1,4 +1,4 @@
-"""Runs each code block of the tutorials and how-to pages, in order, and compares what it prints."""
+"""Runs each code block of the tutorials, the how-to pages and some others, in order, and compares what it prints."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from sandbox import jail
 from sandbox.local import local_service
 from tests.docs.page_blocks import Command, WrittenFile, read_blocks
 from trainer.rollout.loop_thread import LoopThread
@@ -19,7 +20,7 @@ from trainer.rollout.loop_thread import LoopThread
 CONTINUES = re.compile(r"It continues\s+\[[^]]+\]\(([^)]+)\)")
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
-PAGES = [*TUTORIALS, *sorted((DOCS / "howto").glob("*.md")), DOCS / "scheduler.md"]
+PAGES = [*TUTORIALS, *sorted((DOCS / "howto").glob("*.md")), DOCS / "scheduler.md", DOCS / "sessions.md"]
 CONTINUED = {page: page.with_name(match[1]) for page in PAGES if (match := CONTINUES.search(page.read_text()))}
 """The page that a page continues."""
 DEFAULT_PORT = "8642"
@@ -108,6 +109,8 @@ def folder() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in CONTINUED.values()], ids=lambda path: path.stem)
 def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, folder: Path, server: str) -> None:
+    if page.stem == "sessions" and jail.choose_level("auto").level not in (jail.Level.NAMESPACES, jail.Level.NSJAIL):
+        pytest.skip("sessions need level namespaces or nsjail")
     (folder / "configs").symlink_to(DOCS.parent / "configs")
     with ExitStack() as jobs:
         shell = Shell(folder, {DEFAULT_PORT: _port(server)}, jobs)
