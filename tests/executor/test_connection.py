@@ -136,17 +136,18 @@ def test_a_sleeper_is_timed_out_at_its_limit_and_not_before(one_zygote: Caller) 
 def test_waiting_for_a_busy_core_does_not_count_towards_the_time_limit(one_zygote: Caller) -> None:
     """A call with 0.8 s of work and a limit of 1 s shares one core with three busy processes."""
     zygote = jail_of(one_zygote)[2]
+    forkers = zygote, *children(zygote)  # the zygote and its template, if it has one: calls inherit their affinity
     cores = os.sched_getaffinity(zygote)
     core = min(cores)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
     try:
-        for process in busy:
-            os.sched_setaffinity(process.pid, {core})
+        for pid in (*forkers, *(process.pid for process in busy)):
+            os.sched_setaffinity(pid, {core})
         code = "import time\nwhile time.process_time() < 0.8: pass\n'finished'"
-        os.sched_setaffinity(zygote, {core})  # calls inherit the affinity
         result = one_zygote.run(code, timeout_s=1.0)
     finally:
-        os.sched_setaffinity(zygote, cores)
+        for pid in forkers:
+            os.sched_setaffinity(pid, cores)
         for process in busy:
             process.kill()
             process.wait()
